@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from sp_lightning.capabilities.activations.offload import Offload
-from sp_lightning.capabilities.activations.policy import Remedies
 from tests.support.models import Module, Stack, vectors
 from tests.support.runs import assert_same, fit, superpipeline
 
@@ -79,17 +78,3 @@ def test_patterns_with_another_name_or_without_effect() -> None:
     shadowed: Any = {"net.blocks": "offload", "net.blocks.1": "keep"}
     with pytest.raises(ValueError, match=r"'net.blocks.1': 'keep'\} decides nothing: .* Put 'net.blocks.1' before"):
         fit(lambda: Module(Stack()), vectors(1), superpipeline(activations=shadowed))
-
-
-# ---------------------------------------------------------------------- modules of other packages
-
-
-@pytest.mark.parametrize(
-    ("concerned", "modes"),
-    [(range(12), '"offload"'), (range(9), '"net.8": "offload", "**": "recompute"}')],
-    ids=["all", "not all"],
-)
-def test_many_blocks_are_a_pattern_if_it_matches_no_others(concerned: range, modes: str) -> None:
-    units = {f"net.{at}": nn.Linear(1, 1) for at in range(12)}
-    root = nn.ModuleDict({"net": nn.ModuleList(units.values())})
-    assert modes in Remedies(root, units, "recompute").without([f"net.{at}" for at in concerned])

@@ -7,6 +7,7 @@ import os
 import random
 import re
 import tempfile
+import types
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 import torch
 from lightning.pytorch import callbacks
+from torch import Tensor
 
 import sp_lightning
 from sp_lightning.tools.comparison.record import Compared
 from sp_lightning.tools.comparison.report import Report
 from sp_lightning.tools.comparison.subject import NotRunError, Subject
 from tests.support import planted
+from tests.support.kernels import Block, with_one
 from tests.support.models import CASES, Module, Stack, vectors
 from tests.support.tiers import first
 
@@ -103,6 +106,28 @@ def test_randomness_that_cannot_be_repeated_is_said_first() -> None:
     said = str(report)
     assert "Plain Lightning, run twice from the same seed, differs from itself: losses (" in said
     assert "Trainer(deterministic=True, benchmark=False)" in said
+
+
+class CountsInAnObject(Block):
+    """Counts its runs where no comparison looks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.state = types.SimpleNamespace(runs=0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.state.runs += 1
+        return super().forward(x * self.state.runs)
+
+
+@pytest.mark.rest("takes a second")
+def test_what_torchs_checkpoint_changes_as_well_is_said_with_the_layer() -> None:
+    report = check(with_one(CountsInAnObject), vectors, activations="recompute")
+    assert report.status == 1
+    assert "equals plain Lightning with torch's checkpoint around each layer, and not without" in str(report)
+    assert "the forward of 'net.blocks.2' computes something else" in str(report)
+    other = check(planted.OtherBuffer, vectors, activations="recompute")
+    assert (other.status, "torch's checkpoint" in str(other)) == (1, False)
 
 
 @pytest.mark.long("takes a second or more")

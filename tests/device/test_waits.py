@@ -20,7 +20,6 @@ where a device waits for more than the simulation: the two that are not are list
 | BRING_AFTER_TAKE, READ_AFTER_TAKE | steps on the device |
 | STORE_AFTER_SAVE, REUSE_AFTER_STORE, RETURN_AFTER_USE, USE_AFTER_RETURN | activations that are offloaded |
 | REUSE_AFTER_RETURN | a unit without a backward, whose activations were under way, and nothing else comes |
-| READ_AFTER_COMPARE | activations that are computed again |
 | GATHER_AFTER_SEND | an embedding of which only rows travel |
 | CLOSE_AFTER_STORE | a last forward without a backward |
 | DROP_AFTER_DRAIN | a backward that ends with an error, because a forward that ran again has computed other values |

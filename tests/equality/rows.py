@@ -62,6 +62,7 @@ class Program(Case):
         repairable: whether it trains, equal to plain Lightning, with the option that its refusal names.
         inside: a context around our run alone: a fault of the system, or a count of calls. What it yields is
             ``ours.extra["inside"]``.
+        checkpointed: whether the reference has torch's checkpoint around each unit that is recomputed.
         also: what else is asserted of our run. It gets our outcome; ``ours.module.noted`` has what the program noted, and
             ``ours.extra["plain"]`` is plain Lightning's outcome.
     """
@@ -72,6 +73,7 @@ class Program(Case):
     validated: bool = False
     repairable: bool = True
     inside: Callable[[], AbstractContextManager[Any]] = nullcontext
+    checkpointed: bool = False
     also: Callable[[Outcome], None] = lambda ours: None
 
     def options(self, options: dict[str, Any]) -> dict[str, Any]:

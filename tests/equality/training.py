@@ -11,6 +11,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -30,6 +31,7 @@ from sp_lightning.core.weights import compiled_calls
 from tests.equality.cases import Case
 from tests.equality.rows import Loop
 from tests.equality.variants import Variant
+from tests.support.checkpointed import checkpointed
 from tests.support.elsewhere import backward_elsewhere
 from tests.support.on_disk import put_below
 from tests.support.poison import crowded, poisoned, poisoned_ring
@@ -41,10 +43,18 @@ DYNAMOS = ".*non-leaf|.*Dynamo"
 _plain: dict[str, Outcome] = {}
 
 
+def _checkpointed(make: Make, mode: Any, layers: Any) -> pl.LightningModule:
+    return checkpointed(make(), mode, layers)
+
+
 def plain(name: str, case: Case, variant: Variant) -> Outcome:
     """The reference run. Variants that differ in the strategy alone share it."""
-    key = repr((name, case.options(variant.trainer), variant.seen, variant.background, variant.compiled))
+    options = {**variant.strategy, **getattr(case, "strategy", {})}
+    mode = options.get("activations", "keep") if getattr(case, "checkpointed", False) else None
+    key = repr((name, case.options(variant.trainer), variant.seen, variant.background, variant.compiled, mode))
     if key not in _plain:
+        if mode is not None:
+            case = replace(case, make=partial(_checkpointed, case.make, mode, options.get("layers")))
         _plain[key] = _train(case, variant, "auto")
     return _plain[key]
 

@@ -198,12 +198,6 @@ def offloaded(strategy: Any, make: Any = lambda: Module(Stack())) -> Outcome:
     return fit(make, vectors(), strategy)
 
 
-def recomputed(strategy: Any) -> Outcome:
-    if isinstance(strategy, SuperpipelineStrategy):
-        choose(strategy, activations="recompute")
-    return fit(lambda: Module(Stack()), vectors(), strategy)
-
-
 def returned_in_vain(strategy: Any) -> Outcome:
     """Nothing else comes to the device in backward: all layers stay in their slots, all other activations stay."""
     if isinstance(strategy, SuperpipelineStrategy):
@@ -296,7 +290,6 @@ SCENARIOS: dict[Wait, Callable[[Any], Outcome]] = {
     Wait.USE_AFTER_RETURN: offloaded,
     Wait.REUSE_AFTER_RETURN: returned_in_vain,
     Wait.CLOSE_AFTER_STORE: lambda strategy: offloaded(strategy, lambda: NoBackward(Stack())),
-    Wait.READ_AFTER_COMPARE: recomputed,
     Wait.GATHER_AFTER_SEND: looked_up,
     Wait.UPDATE_AFTER_FETCH: skipped,
     Wait.UPDATE_AFTER_RESIDENTS: steps_first,

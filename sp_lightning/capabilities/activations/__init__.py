@@ -1,10 +1,9 @@
 """Activation offloading and activation checkpointing, for each layer.
 
 **What it adds.** ``activations="recompute"``, ``"offload"``, modes by patterns, and ``"auto"``. ``policy`` gives each unit its
-mode and counts the memory that modes take. ``calls`` runs each call of a unit in its mode: ``recompute`` runs a forward again in
-backward (``snapshot`` restores what the forward found, ``fingerprints`` compare what both runs save); ``offload`` copies
-activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest activations before device memory ends, with
-``"auto"``.
+mode and counts the memory that modes take. ``calls`` runs each call of a unit in its mode: ``recompute`` puts torch's checkpoint
+around the forward; ``offload`` copies activations to the host (``host_ring``) and back. ``headroom`` offloads the oldest
+activations before device memory ends, with ``"auto"``.
 
 **Where it enters.** :func:`~sp_lightning.registry.activations` returns the plan of ``calls.plan_activations``. It replaces the
 engine's :class:`~sp_lightning.core.engine.activations.KeepAll` by ``calls.UnitModes``.

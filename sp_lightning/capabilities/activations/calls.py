@@ -18,7 +18,7 @@ from sp_lightning.capabilities.activations.headroom import Headroom
 from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.offload import Offload, UnitCall, WeightsOnDevice
 from sp_lightning.capabilities.activations.policy import EXEMPT, Call, resolve, some, summary
-from sp_lightning.capabilities.activations.recompute import Recompute, first_runs, is_checkpointed
+from sp_lightning.capabilities.activations.recompute import Again, Recompute, is_checkpointed, running
 from sp_lightning.core.engine.activations import ActivationPlan, Activations, KeepAll, SavedActivation
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.messages import say_once
@@ -58,7 +58,7 @@ def plan_activations(choice: ActivationChoice, module: nn.Module, found: Found) 
             log.debug("Superpipeline: activations: %s.", summary(modes))
             if engine.found.grouping_advice:
                 say_once(log, f"Superpipeline: {engine.found.grouping_advice}")
-        return UnitModes(engine, modes, choice)
+        return UnitModes(engine, modes)
 
     return ActivationPlan(
         make if changed or automatic else KeepAll, "recompute" in modes.values(), evicts=automatic, automatic=automatic
@@ -71,7 +71,6 @@ class UnitModes:
     Args:
         engine: the engine.
         modes: the mode of each unit.
-        choice: the user's ``activations=``, for errors.
 
     Attributes:
         calls: the unit calls of the last step's forward. If it ran several forwards, those of the forward that saved the most.
@@ -82,18 +81,17 @@ class UnitModes:
         evicted: the names of the layers in whose calls headroom has offloaded activations.
     """
 
-    def __init__(self, engine: Engine, modes: Modes, choice: ActivationChoice) -> None:
+    def __init__(self, engine: Engine, modes: Modes) -> None:
         self._log = engine.log or logging.getLogger("lightning.pytorch.superpipeline")
         self._module = engine.module
         self._units = engine.found.units
         self._on_gpu = engine.found.on_gpu
         self._residents = [layer.parameters for layer in engine.layers if layer.kind is Kind.RESIDENTS]
-        self._set_of_units = frozenset(self._units.values())
         rows = {layer.name: layer.index for layer in engine.layers if layer.kind is Kind.BLOCK}
         self._rows = {name: rows.get(name, engine.layers[-1].index) for name in self._units}  # in timelines
         self.ring = HostRing(engine.device, pin=engine.pin, limit=None)
         self.offload = Offload(engine, self.ring)
-        self.recompute = Recompute(engine, choice)
+        self.recompute = Recompute(engine)
         self.headroom: Headroom | None = None
         self.evicted: set[str] = set()
         self._evicts = False  # True after the eviction was logged
@@ -176,7 +174,7 @@ class UnitModes:
         """Called when a step or a backward has ended: no copy is in flight afterwards."""
         if not self.idle:
             self._end_forward()
-            self.recompute.backward_ended()
+            self.recompute.forget()
         if not self.idle or self.headroom is not None:
             self.offload.flush()
         if self.evicted and not self._evicts:
@@ -186,15 +184,6 @@ class UnitModes:
                 'activations="recompute", or the checkpointing of the model itself, may be faster.',
                 some(self._evicted_units),
             )
-
-    def check(self, *, everything: bool = False) -> None:
-        """Raises an error if a forward has computed other values when it ran again; see :meth:`Differences.check`."""
-        self.recompute.differences.check(everything=everything)
-
-    def first_run(self) -> object | None:
-        """Returns an object that lives as long as the running forward of this thread may run again; None if it will not."""
-        runs = first_runs()
-        return runs[-1] if runs else None
 
     def close(self) -> None:
         """Frees memory at the end of the run."""
@@ -215,7 +204,7 @@ class UnitModes:
     # ------------------------------------------------------------------ one call
 
     @trace_only_inlined
-    def run(self, unit: str, call: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def run(self, unit: str, call: Callable[..., Any], again: Again, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Calls a unit's module, and runs the forward inside that call in the unit's mode.
 
         ``module.forward`` is read in each call: user code may have replaced it, or the module's class.
@@ -224,12 +213,12 @@ class UnitModes:
             return call(module, *args, **kwargs)
         if getattr(module, COMPILED_CALL, None) is not None:
             # A compiled call cannot be opened, so all of it runs in the mode, hooks included.
-            return self.call(unit, partial(call, module), args, kwargs)
+            return self.call(unit, again, partial(call, module), args, kwargs)
         if isinstance(vars(module).get("forward"), UnitForward):
             # Another call of the module has not reached its forward yet: a pre-hook calls the module.
             # The forward that is installed then runs both forwards in the mode.
             return call(module, *args, **kwargs)
-        forward = UnitForward(module, partial(self.call, unit))
+        forward = UnitForward(module, partial(self.call, unit, again))
         try:
             forward.install()
             return call(module, *args, **kwargs)
@@ -237,23 +226,25 @@ class UnitModes:
             forward.close()
 
     @never_compiled  # a compiled graph must not contain the engine
-    def call(self, unit: str, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def call(self, unit: str, again: Again, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a unit's forward in its mode."""
         if interpreter_stack() is not None or forward_mode_level() >= 0:
             return forward(*args, **kwargs)  # checkpoints cannot repeat torch.func and forward-mode differentiation
-        for first in first_runs():
-            first.before.add(unit, self._units[unit])  # a second run of the outer forward restores this unit, too
+        if outer_calls := running():  # what the unit saves belongs to the recomputed unit that calls it
+            for outer_call in outer_calls:
+                outer_call.add(unit, self._units[unit])
+            return forward(*args, **kwargs)
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         if current_graph_task() != -1:
             # The user's own checkpoint around the unit repeats the unit's forward in backward. Backward needs the new activations
             # at once, so they are not offloaded.
-            return self._run(UnitCall(unit, self._rows[unit], at_once=True), forward, args, kwargs)
+            return self._run(UnitCall(unit, self._rows[unit], at_once=True), again, forward, args, kwargs)
         call = self._begin_call(unit)
         outer = self.offload.enter(call, tree_leaves((args, kwargs)))
         output = None
         try:
-            output = self._run(call, forward, args, kwargs)
+            output = self._run(call, again, forward, args, kwargs)
         finally:
             self.offload.leave(outer)
             pre_backward = partial(self._pre_backward, call)
@@ -262,7 +253,7 @@ class UnitModes:
                     tensor.register_hook(pre_backward)
         return output
 
-    def _run(self, call: UnitCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _run(self, call: UnitCall, again: Again, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a forward in the mode of its unit, inside the engine's saved-tensor hooks.
 
         If the host has no room for a unit's activations, they stay on the device.
@@ -275,19 +266,7 @@ class UnitModes:
                 self.offload.warn(unit)
         # The user's own checkpoint around a unit runs the unit again. With a second checkpoint the unit would run three times.
         if mode == "recompute" and not is_checkpointed():
-            watched = partial(self._look_at_others, forward)
-            return self.recompute.run(unit, self._units[unit], watched, args, kwargs)
-        return forward(*args, **kwargs)
-
-    def _look_at_others(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward. First adds units that the module's attributes refer to, to the snapshot of the running first run.
-
-        The forward may run such a unit by ``other.forward(x)``, which is not a module call, so the engine does not notice it.
-        """
-        for first in first_runs()[-1:]:
-            for name, module in first.before.outside:  # the list may grow in this loop
-                if module in self._set_of_units:
-                    first.before.add(name, module)
+            return self.recompute.run(unit, self._units[unit], again, forward, args, kwargs)
         return forward(*args, **kwargs)
 
     def _pre_backward(self, call: UnitCall, gradient: Tensor) -> None:

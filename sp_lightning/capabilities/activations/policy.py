@@ -6,11 +6,9 @@ offloaded to the host. This file only computes; :mod:`sp_lightning.capabilities.
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, get_args
+from typing import get_args
 
 from torch import nn
 
@@ -85,48 +83,6 @@ def resolve(choice: ActivationChoice, module: nn.Module, units: Mapping[str, nn.
             modes.setdefault(unit, mode)
     looked_up = {unit for unit, each in units.items() if type(each) is nn.Embedding and modes.get(unit) == "recompute"}
     return {unit: "keep" if unit in looked_up else modes.get(unit, "keep") for unit in units}
-
-
-class Remedies(NamedTuple):
-    """Makes the text that names an ``activations=`` without the units that cannot run twice.
-
-    Attributes:
-        module: the root.
-        units: all units by name.
-        choice: the user's ``activations=``.
-    """
-
-    module: nn.Module
-    units: Mapping[str, nn.Module]
-    choice: ActivationChoice
-
-    def without(self, concerned: Collection[str]) -> str:
-        """Returns the value of an ``activations=`` that offloads these units, and has the user's own patterns for the others."""
-        modes: dict[str, Mode] = dict.fromkeys(_patterns(concerned, self.units), "offload")
-        own: Modes = {"**": "recompute"} if isinstance(self.choice, str) else self.choice
-        for pattern, mode in own.items():
-            if pattern in modes:
-                continue
-            try:
-                resolve({**modes, pattern: mode}, self.module, self.units)
-            except ValueError:  # no unit remains for it, and a pattern that decides nothing raises an error
-                continue
-            modes[pattern] = mode
-        if isinstance(self.choice, str) and "recompute" not in resolve(modes, self.module, self.units).values():
-            return '"offload"'
-        return json.dumps(modes)
-
-
-def _patterns(concerned: Collection[str], units: Iterable[str]) -> list[str]:
-    """Returns patterns that match exactly these units. Indices become ``*`` if the pattern then matches no other unit."""
-    found: dict[str, None] = {}
-    for unit in concerned:
-        # Only whole components of a name, as in "layers.3.mlp", are indices.
-        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", unit)
-        matches = re.compile(re.escape(pattern).replace(r"\*", "[^.]+") + r"(\.|$)").match
-        only = all(each in concerned for each in units if matches(each))
-        found[pattern if only else unit] = None
-    return list(found)
 
 
 def summary(modes: Modes) -> str:

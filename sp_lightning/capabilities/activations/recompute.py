@@ -1,617 +1,476 @@
-"""Activation checkpointing: backward runs a forward again, by torch's own checkpoint.
+"""``activations="recompute"``: torch's checkpoint (``use_reentrant=False``) around the forward of each unit.
 
-torch's checkpoint restores torch's random state and autocast, and leaves the rest to the user. This file does the rest, so that a
-forward that runs twice has the effects of one run. Before the second run this file restores the state from before the first run,
-and after the second run the present state:
+Backward runs the forward again as an ordinary call of the unit, without the unit's own hooks. What torch's checkpoint does is
+torch's: random numbers of torch and autocast are those of the first run, and the shapes of what both runs save are compared.
+This file adds what torch leaves to the user, where it is cheap:
 
-- the module's buffers, with their sizes, and attributes (BatchNorm's statistics, spectral norms, counters, lists, tensors that
-  ``functional_call`` puts in place of weights);
-- the forward's arguments that are objects (a cache of keys and values);
-- the random states of Python and NumPy, and context variables;
-- which weights are trained, and which attention kernels are enabled.
-
-Writes of weights and of tensors among the arguments cannot be undone and raise an error: a weight of the module as soon as the
-first run has written it, any other weight if the second run writes it once more.
-
-Other differences (a removed hook, a patched function, a kernel that is not deterministic) change the tensors that autograd saves.
-So the tensors that the two runs save are compared (``fingerprints``).
+- **Buffers** count once: the second run begins with the values from before the first run, and the present values are restored
+  after it (:class:`Buffers`).
+- **Weights and arguments** that were written since the first run began are an error, as autograd's own check is.
+- In the first call of a unit in each epoch, **attributes** of modules and random numbers of Python and NumPy are compared
+  before and after the forward (:func:`what_forwards_change`). A change would be made twice, so it is an error.
 """
 
 from __future__ import annotations
 
+import random
 import threading
-from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from weakref import WeakKeyDictionary
 
+import numpy as np  # Lightning needs torchmetrics, which needs NumPy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointError, GraphExecGroup, checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
-from sp_lightning.capabilities.activations.fingerprints import (
-    Differences,
-    LayerAt,
-    SavedRun,
-    deterministic,
-    differences,
-)
-from sp_lightning.capabilities.activations.policy import Remedies, some
-from sp_lightning.capabilities.activations.snapshot import PlainWeight, Snapshot, host_of, put
-from sp_lightning.core.device.accelerator import generator_states, set_generator_states
 from sp_lightning.core.device.device import profiled
 from sp_lightning.core.engine.engine import Engine
-from sp_lightning.core.engine.saved_objects import plain_has_no_hooks
-from sp_lightning.core.plan.choices import ActivationChoice
-from sp_lightning.core.torch_compat.modes import no_transforms
+from sp_lightning.core.model.found import join_names
+from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode, no_transforms
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.torch_compat.private import (
-    TORCHSCRIPT,
+    RNN_WEIGHTS,
     checkpoint_hook,
-    current_graph_task,
     is_traceable_wrapper_subclass,
+    overlaps_itself,
     preserve_version_counter,
     top_saved_tensors_hooks,
     tree_flatten,
     tree_unflatten,
 )
+from sp_lightning.core.weights.device_parameter import same_place
 
-_MODIFIED = "modified by an inplace operation"
-"""Part of torch's error about a saved tensor that was written. The engine raises the same error."""
+Again = Callable[[Callable[..., Any], Any, Any], Any]
+"""Runs a forward as a call of its module without the module's hooks."""
+
+TRUSTED = ("torch.", "torchvision.", "transformers.", "timm.", "peft.", "bitsandbytes.", "torchao.")
+"""Forwards of modules from these packages change no attributes, or make the same change in each call."""
+
+_SMALL = 2**20
+"""Buffers of a unit are copied as long as all copies take less than this many bytes."""
+
+_OF_MODULES = frozenset(vars(nn.Module())) | {"forward", *RNN_WEIGHTS}  # attributes that torch and this package set
+_PLAIN = (int, float, complex, str, bytes, bool, type(None))
+_SIZED: tuple[type, ...] = (list, dict, set, tuple, deque)
+_GENERATORS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (random.Random, lambda each: None if isinstance(each, random.SystemRandom) else random.Random.getstate(each)),
+    (np.random.RandomState, lambda each: repr(each.get_state())),
+    (np.random.Generator, lambda each: repr(each.bit_generator.state)),
+    (torch.Generator, lambda each: each.get_state().tolist()),
+)
+_MODIFIED = "modified by an inplace operation"  # a part of autograd's error, and of the engine's
+_REMEDY = 'This is under activations="recompute". SuperpipelineStrategy(activations="offload") runs each forward once.'
+_SCRIPTED = f"{{name!r}} is TorchScript, which may save other tensors for backward when it is called again. {_REMEDY}"
 
 
 class Unrepeatable(RuntimeError):
-    """A forward that cannot be run a second time as if it were the first."""
+    """A forward that cannot run a second time in backward."""
 
 
 class Recompute:
-    """Runs units' forwards so that autograd keeps only their inputs.
+    """Runs units' forwards so that autograd keeps only their arguments.
 
     Args:
         engine: the engine.
-        choice: the user's ``activations=``.
-
-    Attributes:
-        differences: the results of comparisons of two runs.
     """
 
-    def __init__(self, engine: Engine, choice: ActivationChoice) -> None:
-        self._engine = engine
-        self._layers_of = {name: engine.visits.get(module, ()) for name, module in engine.found.units.items()}
-        self._remedies = Remedies(engine.module, engine.found.units, choice)
-        self._of_step: WeakSet[FirstRun] = WeakSet()  # the first runs of this step whose graphs are alive
-        self.differences = Differences(engine.device, pin=engine.pin)
-        # torch's checkpoint restores the random state of its arguments' devices. Other arguments may all be on the host.
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        # torch's checkpoint restores the random states of the devices of its arguments. This one says which device is used.
         self._anchor = engine.device.empty(0)
-        # For each unit, the names of tensors that it writes without a change of their version.
-        self._volatile: defaultdict[str, set[str]] = defaultdict(set)
-        self._unpacked: FirstRun | None = None  # the one that has run again last
-        # Positions of tensors that a unit saves unwritten, by the unit and the dtypes of the tensors up to the last short one;
-        # and the backward in which they are looked for again.
-        self._unwritten: dict[tuple[Any, ...], tuple[Set[int], int]] = {}
-        self._backwards, self._skips = (
-            0,
-            False,
-        )  # of those that skip unwritten tensors: the number; True if the present one does
+        self._weights = {
+            unit: [
+                (join_names(name, key), inner, key)
+                for name, inner in module.named_modules()
+                if not isinstance(inner, torch.jit.ScriptModule)
+                for key in inner._parameters
+            ]
+            for unit, module in engine.found.units.items()
+        }
+        self._epoch: Any = None
+        self._looked_at: set[str] = set()  # the units that have been called in this epoch
+        # Of the last second run: what counts its tensors as on the device, and tensors that backward has read.
+        self.held: list[Any] = []
+        self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
 
-    def run(self, unit: str, module: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Runs a unit's forward so that autograd keeps only its inputs.
+    def begin(self) -> None:
+        """Called when a training step begins."""
+        if (epoch := getattr(self.engine.module, "current_epoch", None)) != self._epoch:
+            self._epoch = epoch
+            self._looked_at.clear()
 
-        The second run has effects outside the module and its arguments: on hooks of inner modules, prints, files and global
-        variables.
+    def forget(self) -> None:
+        """Called before a forward runs again, and at the end of a backward. Frees the tensors of the last second run."""
+        self.held.clear()
+        self.read.clear()
+
+    def run(
+        self, unit: str, module: nn.Module, again: Again, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Runs the forward of a unit, and prepares its second run.
 
         Args:
             unit: the unit's name.
             module: the unit's module.
+            again: makes a second run a call of the module.
             forward: the forward.
-            args, kwargs: its arguments.
+            args, kwargs: its arguments. Tensors in them are saved as autograd saves tensors.
 
         Raises:
-            Unrepeatable: the forward has written something that cannot be restored, or has saved a tensor in TorchScript.
+            Unrepeatable: the forward changes what would be changed again by a second run.
         """
-        given: Any = (tuple(args), kwargs)
-        leaves, structure = tree_flatten(given, is_leaf=_is_leaf)
+        call = Checkpointed(self, unit, again, forward, args, kwargs, self._weights[unit])
+        call.looks = unit not in self._looked_at
+        self._looked_at.add(unit)
+        call.add(unit, module)
+        device = self._anchor.device
+        there = any(isinstance(each, Tensor) and each.device == device for each in call.leaves)
+        leaves, call.leaves = call.leaves, []  # the graph holds `call`, which must not hold arguments
+        return checkpoint(call, *leaves, *(() if there else (self._anchor,)), use_reentrant=False)
+
+
+class Checkpointed:
+    """One call of a unit. torch's checkpoint calls this object in forward, and again in each backward.
+
+    Args:
+        recompute: as named.
+        unit, again, forward, args, kwargs: as in :meth:`Recompute.run`.
+        weights: the places of the unit's weights: names, modules, and names in these.
+
+    Attributes:
+        leaves: the arguments of the checkpoint: the values in ``args`` and ``kwargs``, each once.
+        looks: True to find out in the first run what the forward changes.
+    """
+
+    looks = False
+
+    def __init__(
+        self,
+        recompute: Recompute,
+        unit: str,
+        again: Again,
+        forward: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        weights: Sequence[tuple[str, nn.Module, str]],
+    ) -> None:
+        self._recompute, self._unit, self._again, self._forward = recompute, unit, again, forward
+        self._given: Any = (tuple(args), kwargs)
+        leaves, self._structure = tree_flatten(self._given, is_leaf=_is_leaf)
         # One object in two arguments has to be one object in the second run: attention tests whether query and key are the same.
         once = {id(leaf): leaf for leaf in leaves}
-        position = {identity: number for number, identity in enumerate(once)}
-        positions = [position[id(leaf)] for leaf in leaves]
-        plain = plain_has_no_hooks()
-        first = FirstRun(
-            unit,
-            module,
-            list(once.values()),
-            self._volatile[unit],
-            self._engine.uses.layer_at,
-            self._remedies,
-            self._of_step,
-        )
+        at = {identity: number for number, identity in enumerate(once)}
+        self._at = [at[id(leaf)] for leaf in leaves]
+        self.leaves = [*once.values()]
+        self._places = [*weights]
+        self._weights = [_writes_of(inner, key) for _, inner, key in weights]
+        self._buffers = Buffers()
+        self._units: dict[str, nn.Module] = {}
+        self._before: dict[str, Any] = {}
+        self._runs = self._saved = 0
+        self._versions: list[int] = []  # of the tensors that the last second run has saved
 
-        def run(anchor: Tensor, *once: Any) -> Any:
-            nonlocal given
-            if given is not None:
-                (args, kwargs), given = given, None  # the graph holds this function, which must not hold the arguments
-                return self._run_first(first, forward, args, kwargs, plain)
-            self._forget_unpacked(first)
+    def add(self, unit: str, module: nn.Module) -> None:
+        """Records the state of the unit, or of another one that its forward calls, before its first run."""
+        if self._runs > 1 or unit in self._units:
+            return
+        self._units[unit] = module
+        self._buffers.add(module)
+        if self.looks:
+            self._before = what_forwards_change(unit, module) | self._before
+        # Hooks and torch's older `weight_norm` put tensors in the place of weights.
+        computed = [
+            (join_names(name, key), inner, key)
+            for name, inner in module.named_modules()
+            for key, value in vars(inner).items()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
+        self._places += computed
+        self._weights += [_writes_of(inner, key) for _, inner, key in computed]
 
-            # Each run gets new lists and dicts, with the items from before the first run, which may have added items.
-            def take() -> Any:
-                return tree_unflatten([once[position] for position in positions], structure)
-
-            again = partial(self._run_whole, first, forward, take, _Around(self._anchor.device))
-            unwritten = self._find_unwritten(first, again)
-            args, kwargs = take()
-            # Backward may compute several gradients at once, by torch.vmap.
-            with (
-                self._compared(first, unwritten) as second,
-                no_transforms(),
-                self._rerun(unit, args),
-                first.restored(self._watch_outside(unit)),
-                second.noting(_unpacked, plain=plain),
-            ):
-                return first.before.context.copy().run(forward, *args, **kwargs)
-
-        return checkpoint(run, self._anchor, *once.values(), use_reentrant=False)
-
-    def _run_first(self, first: FirstRun, forward: Callable[..., Any], args: Any, kwargs: Any, plain: bool) -> Any:
-        """Runs a forward for the first time, and finds out whether it must not run again. ``plain``: see :meth:`noting`."""
-        with first.running(), first.saved.noting(first.unpacked, plain=plain):
-            output = forward(*args, **kwargs)
-        first.ended()
-        self._of_step.add(first)
-        return output
-
-    def _forget_unpacked(self, next_run: FirstRun | None) -> None:
-        """Frees the tensors that backward has unpacked. Only those of one forward are held, if the user retains the graph."""
-        if (before := self._unpacked) is not None:
-            before.read.clear()
-            before.held.clear()
-        self._unpacked = next_run
-
-    @contextmanager
-    def _compared(self, first: FirstRun, unwritten: Set[int]) -> Iterator[SavedRun]:
-        """A context for a second run. At its end, the tensors that both runs have saved are compared.
-
-        Args:
-            first: the first run.
-            unwritten: positions of tensors that are not compared.
-        """
-        count = self._engine.count_saved
-        # The tensors of this run are on the device until the next forward runs again, or the graph is freed.
-        hold = None if count is None else lambda tensor: first.held.append(count(tensor))
-        second = SavedRun(self._engine.uses.layer_at, hold)
-        try:
-            yield second
-        except Unrepeatable:  # it has a reason to name
-            raise
-        except BaseException:  # torch ends the second run by an exception
-            self.differences.add(differences(first.saved, second, unwritten), first.differs)
-            raise
-        self.differences.add(differences(first.saved, second, unwritten), first.differs)
-
-    def _run_whole(
-        self,
-        first: FirstRun,
-        forward: Callable[..., Any],
-        take: Callable[[], Any],
-        around: _Around,
-    ) -> SavedRun:
-        """Runs a forward again to the end, only to see which tensors it saves.
-
-        Args:
-            first: the first run.
-            forward: the forward.
-            take: returns its positional and keyword arguments.
-            around: the random states and autocast of the first run.
-        """
-        run = SavedRun(self._engine.uses.layer_at)
-        with around.again():
-            args, kwargs = take()
-            with (
-                self._rerun(first.unit, args),
-                first.restored(self._watch_outside(first.unit)),
-                run.noting(_unpacked, alone=True),
-            ):
-                first.before.context.copy().run(forward, *args, **kwargs)
-        return run
-
-    def _find_unwritten(self, first: FirstRun, again: Callable[[], SavedRun]) -> Set[int]:
-        """Returns the positions of tensors that a forward saves without having written them.
-
-        FlashAttention saves memory for a seed, which its kernel writes only if there is dropout. One more run, in which torch
-        fills new memory, shows whether a short tensor of integers is of this kind. A kernel may write the memory in later batches
-        (dropout begins). So one unit that skips such a tensor is looked at again in each backward, all of these units in turn.
-        """
-        if not (short := first.saved.short):
-            return frozenset()
-        key = (first.unit, *(each.kind[0] for each in first.saved.found[:short]))
-        known = self._unwritten.get(key)
-        if known is None or (known[0] and self._backwards >= known[1]):
+    def __call__(self, *leaves: Any) -> Any:
+        self._runs += 1
+        if self._runs > 1:
+            # Each run gets new lists and dicts, with the items from before the first run. DenseNet adds to such a list later.
+            args, kwargs = tree_unflatten([leaves[at] for at in self._at], self._structure)
             try:
-                with deterministic():
-                    found = again().filled(short)
-            except Exception:  # no memory, or a forward that fails with deterministic algorithms
-                return frozenset() if known is None else known[0]
-            known = self._unwritten[key] = found, self._backwards + len(self._unwritten) + (known is None)
-        self._skips = self._skips or bool(known[0])
-        return known[0]
-
-    @contextmanager
-    def _rerun(self, unit: str, inputs: Any) -> Iterator[None]:
-        """A context for the second run of a unit's forward. It drops ``self.log``: the first run has logged."""
-        quiet = in_place_of(self._engine.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
-        again = self._engine.calls.rerun(self._layers_of[unit], inputs)
-        with profiled(f"recomputation: {unit}"), again, quiet:
-            try:
-                yield
+                with no_transforms():  # backward may compute several gradients at once, by torch.vmap
+                    return self._again(self._run_again, args, kwargs)
             except Exception as error:
                 if not isinstance(error, Unrepeatable):
                     error.add_note(
-                        f"This was raised when the forward of {unit!r} ran again in backward, to recompute its activations. "
-                        'SuperpipelineStrategy(activations="offload") runs each forward once.'
+                        f"This was raised when the forward of {self._unit!r} ran again in backward, to recompute its "
+                        f"activations. {_REMEDY}"
                     )
                 raise
+        (args, kwargs), self._given = self._given, None
+        pack, unpack = hooks_of_checkpoint()
+        with _inside(self), saved_tensors_hooks(partial(self._pack, pack), partial(self._unpack, unpack)):
+            output = self._forward(*args, **kwargs)
+        if self.looks:
+            self._refuse_changed()
+        if (name := self._buffers.written()) is not None:
+            raise Unrepeatable(
+                f"The forward of {self._unit!r} writes the buffer {name!r}, which is too large to be copied, and would write it "
+                f"again when backward runs it again. {_REMEDY}"
+            )
+        return output
 
-    def _watch_outside(self, unit: str) -> Callable[[], str | None]:
-        """Returns a function that looks for later writes of weights outside a unit, and for gradients from nested backwards.
+    def _refuse_changed(self) -> None:
+        """Raises an error if the first run has changed something that a second run would change again.
 
-        The function returns a text about the first finding, for an error message; None without one.
+        Raises:
+            Unrepeatable: as described.
         """
-        own = set(self._layers_of[unit])
-        # Layers that the running backward has updated are left out: nothing may use them before the next step, and the update
-        # may change their weights at any moment.
-        others = [layer for layer in self._engine.layers if layer.owner not in own and not layer.owner.updated_early]
-        before = [(layer, layer.parameters.host_writes()) for layer in others]
-        stay = [
-            PlainWeight.now(name, p)
-            for layer in self._engine.found.stay
-            for name, p in layer.parameters
-            if not is_traceable_wrapper_subclass(p)
-        ]
-        given = self._engine.backward.given_by_nested()
+        before, self._before = self._before, {}
+        after = {name: now for each in self._units.items() for name, now in what_forwards_change(*each).items()}
+        for name, now in after.items():
+            if not _same(before.get(name), now):
+                raise Unrepeatable(
+                    f"The forward of {self._unit!r} changes {name}, and would change it again when backward runs it again. "
+                    f"Expected a forward that changes only buffers. {_REMEDY}"
+                )
 
-        def done() -> str | None:
-            for layer, old in before:
-                if not layer.owner.updated_early and (now := layer.parameters.host_writes()) != old:
-                    each = zip(layer.planned.spans, zip(*old, strict=True), zip(*now, strict=True), strict=True)
-                    name = next(span.name for span, was, now_is in each if was != now_is)
-                    return f"writes {name!r}, a weight outside of it"
-            for weight in stay:
-                if weight.is_written:
-                    return f"writes {weight.name!r}, a weight outside of it"
-                if weight.has_other_gradient:
-                    return f"runs a backward that gives {weight.name!r} a gradient"
-            trained = given()
-            return None if trained is None else f"runs a backward that gives {trained!r} a gradient"
+    def _run_again(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the forward as in the first run. torch ends this run by an exception as soon as it has what backward needs."""
+        self._refuse_written()
+        self._versions = []
+        self._recompute.forget()
+        pack, unpack = hooks_of_checkpoint()
+        quiet = in_place_of(self._recompute.engine.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
+        hooks = saved_tensors_hooks(partial(self._pack_again, pack), unpack)
+        with profiled(f"recomputation: {self._unit}"), quiet, self._buffers.restored(), _inside(self), hooks:
+            return self._forward(*args, **kwargs)
 
-        return done
+    def _pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> tuple[int, Any]:
+        self._saved += 1
+        return self._saved - 1, pack(tensor)
 
-    def begin(self) -> None:
-        """Called when a training step begins. A graph of an earlier step may be alive, but its backward is over in general."""
-        self._of_step.clear()
+    def _pack_again(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+        self._versions.append(tensor._version)
+        if (count := self._recompute.engine.count_saved) is not None:
+            self._recompute.held.append(count(tensor))
+        return pack(tensor)
 
-    def backward_ended(self) -> None:
-        """Called at the end of a backward. Drops its differences."""
-        self.differences.clear()
-        self._forget_unpacked(None)
-        self._backwards, self._skips = self._backwards + self._skips, False
+    def _unpack(self, unpack: Callable[[Any], Tensor], packed: tuple[int, Any]) -> Tensor:
+        """Returns a tensor that the forward has saved. The first call in a backward runs the forward again."""
+        runs, (number, holder) = self._runs, packed
+        read = self._recompute.read
+        try:
+            # torch's checkpoint gives each tensor once. Kernels of mamba read `ctx.saved_tensors` twice.
+            if (tensor := read.get(holder)) is None:
+                tensor = read[holder] = unpack(holder)
+        except (CheckpointError, AssertionError) as error:
+            if hasattr(error, "__notes__"):  # the forward has raised it
+                raise
+            raise Unrepeatable(
+                f"The forward of {self._unit!r} saved other tensors when it ran again in backward, or a tensor was read again "
+                f"after the backward of the layer. {_REMEDY} torch says:\n{error}"
+            ) from error
+        except RuntimeError as error:
+            if self._runs == runs and _MODIFIED in str(error):  # arguments are unpacked before the second run
+                raise Unrepeatable(
+                    f"A tensor that {self._unit!r} was given has been written since its forward began, which backward was to "
+                    f"compute again. Write x = x + layer(x) in place of x += layer(x). {_REMEDY}"
+                ) from error
+            raise
+        if tensor._version != self._versions[number]:
+            self._refuse_written()
+            raise Unrepeatable(
+                f"A tensor that the forward of {self._unit!r} saved for backward has been {_MODIFIED}. {_REMEDY}"
+            )
+        return tensor
+
+    def _refuse_written(self) -> None:
+        """Raises an error if a weight of the unit was written, or exchanged, since the first run began.
+
+        Raises:
+            Unrepeatable: as described.
+        """
+        for (name, inner, key), before in zip(self._places, self._weights, strict=True):
+            if (now := _writes_of(inner, key)) != before:
+                how = "exchanged" if now is None or before is None or now[:-1] != before[:-1] else _MODIFIED
+                raise Unrepeatable(
+                    f"{name!r} of {self._unit!r} has been {how} between forward and backward, in which its forward runs again: "
+                    f"by the forward itself, a hook (on_before_zero_grad) or an optimizer, perhaps. {_REMEDY}"
+                )
+
+
+class Buffers:
+    """The buffers of modules, and copies of the small ones."""
+
+    def __init__(self, modules: Sequence[nn.Module] = ()) -> None:
+        self._modules: list[nn.Module] = []
+        self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._copies: list[tuple[Tensor, Tensor | None, Tensor]] = []  # a buffer, its place, a copy of its values
+        self._large: list[tuple[str, Tensor, int]] = []
+        self._nbytes = 0
+        for module in modules:
+            self.add(module)
+
+    def add(self, module: nn.Module) -> None:
+        """Adds the buffers of a module and of the modules inside it, as they are now."""
+        self._modules.append(module)
+        # The dicts of TorchScript's modules cannot be copied.
+        inner = (vars(each).get("_buffers") for each in module.modules())
+        self._places += [(place, dict(place)) for place in inner if place and type(place) in (dict, OrderedDict)]
+        buffers = [(name, each) for name, each in module.named_buffers() if _can_be_copied(each)]
+        with no_inference_mode(), no_dispatch_modes(), torch.no_grad():
+            for name, each in sorted(buffers, key=lambda pair: pair[1].nbytes):
+                self._nbytes += each.nbytes
+                if self._nbytes < _SMALL:
+                    place = None if is_traceable_wrapper_subclass(each) else each.detach()
+                    self._copies.append((each, place, each.detach().clone()))
+                else:
+                    self._large.append((name, each, each._version))
+
+    def written(self) -> str | None:
+        """Returns the name of a large buffer that was written, and forgets the others; None without one."""
+        large, self._large = self._large, []
+        return next((name for name, each, version in large if each._version != version), None)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """A context with the recorded buffers and values. At its end the present ones are restored."""
+        if not self._places and not self._copies:
+            yield
+            return
+        now = Buffers(self._modules)
+        self._put()
+        try:
+            yield
+        finally:
+            now._put()
+
+    def _put(self) -> None:
+        for place, buffers in self._places:
+            place.clear()
+            place.update(buffers)
+        tensors = tuple(each for each, _, _ in self._copies)
+        with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), preserve_version_counter(tensors):
+            for tensor, memory, values in self._copies:
+                if memory is not None and not same_place(tensor, memory):  # `resize_`, or `.data = …`
+                    tensor.data = memory
+                tensor.copy_(values)
+
+
+def _can_be_copied(tensor: Tensor) -> bool:
+    """Returns True if a tensor has memory of its own that can be restored."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_meta or tensor.is_inference():
+        return False
+    # An expanded tensor's values are in its base. FSDP frees memory for a time.
+    return not overlaps_itself(tensor) and bool(tensor.untyped_storage().nbytes() or not tensor.numel())
+
+
+def what_forwards_change(unit: str, module: nn.Module) -> dict[str, Any]:
+    """Returns what forwards of a module may change besides buffers, by a name for errors.
+
+    These are attributes of modules that are not :data:`TRUSTED`, gradients, and random states of Python and NumPy.
+
+    Raises:
+        Unrepeatable: a module contains TorchScript. It profiles its first call; a later call runs an optimized graph, which saves
+            other tensors. If their shapes agree, gradients are wrong without an error of torch.
+    """
+    found: dict[str, Any] = {
+        "the random numbers of Python": random.getstate(),
+        "the random numbers of NumPy": repr(np.random.get_state()),
+    }
+    for name, parameter in module.named_parameters(prefix=unit):
+        with torch.DisableTorchFunctionSubclass():
+            gradient = host_of(parameter).grad
+        if gradient is not None:
+            found[f"the gradient of {name!r}"] = gradient, gradient._version
+    for name, inner in module.named_modules(prefix=unit):
+        if isinstance(inner, torch.jit.ScriptModule):
+            raise Unrepeatable(_SCRIPTED.format(name=name))
+        if not type(inner).__module__.startswith(TRUSTED):
+            for key, value in vars(inner).items():
+                if isinstance(value, torch.jit.ScriptFunction):
+                    raise Unrepeatable(_SCRIPTED.format(name=join_names(name, key)))
+                if key not in _OF_MODULES:
+                    found[f"the attribute {join_names(name, key)!r}"] = _seen(value)
+    return found
+
+
+def _seen(value: Any) -> tuple[Any, ...]:
+    """Returns a value, with its length, version or random state. Calls no method that its class defines."""
+    kind = type(value)
+    if issubclass(kind, Tensor):
+        return value, _version(value)
+    if (sized := next((each for each in _SIZED if issubclass(kind, each)), None)) is not None:
+        items = dict.values(value) if sized is dict else sized.__iter__(value)  # type: ignore[attr-defined]
+        versions = [_version(each) for each in items if issubclass(type(each), Tensor)]
+        return value, (sized.__len__(value), versions)  # type: ignore[attr-defined]
+    return value, next((state(value) for each, state in _GENERATORS if issubclass(kind, each)), None)
+
+
+def _is_leaf(value: Any) -> bool:
+    """Returns True if a value is one argument of the checkpoint. Only tuples, named tuples, lists and dicts are flattened."""
+    return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
+
+
+def host_of(parameter: Any) -> Any:
+    """Returns the host parameter of a device parameter, and any other value as it is."""
+    group = getattr(parameter, "_of", None)
+    return parameter if group is None else group.hosts[parameter._index]
+
+
+def _version(tensor: Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _same(before: Any, after: Any) -> bool:
+    if type(before) is not tuple or type(after) is not tuple or len(before) != 2:
+        return bool(before == after)
+    (old, *state), (new, *now) = before, after
+    return (old is new or (type(old) is type(new) and type(old) in _PLAIN and old == new)) and state == now
+
+
+def _writes_of(module: nn.Module, key: str) -> tuple[Any, ...] | None:
+    """Returns numbers of which the last one rises with each write of a weight. The others differ for another weight."""
+    weight: Any = module._parameters.get(key, vars(module).get(key))
+    if weight is None:
+        return None
+    group = getattr(weight, "_of", None)
+    return (
+        (0, id(weight), weight._version) if group is None else (id(group), weight._index, group.writes(weight._index))
+    )
 
 
 def _log_nothing(*args: Any, **kwargs: Any) -> None:
-    """Takes the place of ``LightningModule.log``."""
+    """Takes the place of ``LightningModule.log`` in second runs: the first run has logged."""
+
+
+def hooks_of_checkpoint() -> Any:
+    """Returns the pack and unpack hooks of the checkpoint whose function runs."""
+    return top_saved_tensors_hooks()
 
 
 def is_checkpointed() -> bool:
     """Returns True inside a non-reentrant checkpoint of the user, in its first or its second run."""
-    return checkpoint_hook() is not None  # inside our own checkpoint, a SavedRun's hooks are the current ones
-
-
-def _unpacked(unpack: Callable[[Any], Any], packed: Any) -> Any:
-    return unpack(packed)
-
-
-def _is_leaf(value: Any) -> bool:
-    """Returns True if a value is one argument of torch's checkpoint. Only tuples, named tuples, lists and dicts are flattened."""
-    return type(value) not in (tuple, list, dict) and not (isinstance(value, tuple) and hasattr(value, "_fields"))
-
-
-class _Around:
-    """The random states and autocast of a first run, as torch's checkpoint keeps them."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._random = generator_states()
-        self._autocast = [
-            (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), torch.is_autocast_cache_enabled())
-            for kind in {device.type, "cpu"}
-        ]
-
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """A context with the random states and autocast of the first run, in which gradients are enabled."""
-        now = generator_states()
-        with ExitStack() as contexts:
-            contexts.enter_context(no_transforms())
-            contexts.enter_context(torch.enable_grad())
-            for each in self._autocast:
-                contexts.enter_context(torch.autocast(*each))
-            set_generator_states(self._random)
-            try:
-                yield
-            finally:
-                set_generator_states(now)
-
-
-class FirstRun:
-    """The first run of a forward: a snapshot from before the run, the run's writes, and the tensors that autograd saves.
-
-    Args:
-        unit: the module's name.
-        module: the module.
-        given: the forward's arguments.
-        volatile: the names of tensors that the unit has written without a change of their version. :meth:`ended` adds names.
-        layer_at: finds weights on the device.
-        remedies: makes the texts about ``activations=``, for errors.
-        of_step: the first runs of the step, for errors.
-
-    Attributes:
-        unit: the module's name.
-        before: the snapshot.
-        saved: fingerprints of the tensors that autograd saves in the run.
-        read: the tensors that the running backward has unpacked, by the objects that the graph holds in their place. The graph
-            frees these objects, and so the tensors, as soon as it would free saved tensors.
-        held: the objects that count the tensors of the last second run.
-    """
-
-    def __init__(
-        self,
-        unit: str,
-        module: nn.Module,
-        given: Sequence[Any],
-        volatile: set[str],
-        layer_at: LayerAt,
-        remedies: Remedies,
-        of_step: Set[FirstRun],
-    ) -> None:
-        self.unit = unit
-        self._module = module
-        self._remedies = remedies
-        self._of_step = of_step
-        self.before = Snapshot(module, given)
-        self.saved = SavedRun(layer_at)
-        self._volatile = volatile
-        self._again = 0  # the number of further runs
-        self.read: WeakKeyDictionary[Any, Tensor] = WeakKeyDictionary()
-        self.held: list[Any] = []
-        self._task = -1  # the backward that has unpacked them
-        self._unchanged: list[tuple[str, Tensor, int]] = []  # tensors that the forward has not changed
-        self.scripted: str | None = None
-        """The function of TorchScript that has saved a tensor for backward in the forward."""
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """A context for the first run. In the context, :func:`first_runs` contains the run."""
-        _watch_torchscript()
-        first_runs().append(self)
-        try:
-            yield
-        finally:
-            first_runs().remove(self)
-
-    def ended(self) -> None:
-        """Called after the first run. Drops the copies of large tensors that the forward has not changed.
-
-        Raises:
-            Unrepeatable: the forward has written a weight or an argument, has given a weight a gradient, or has saved a tensor in
-                TorchScript.
-        """
-        before = self.before
-        if self.scripted is not None:
-            # TorchScript profiles its first call, operator by operator. A later call runs an optimized graph, which saves other
-            # tensors in another order: if their shapes agree, gradients are wrong. torch's own checkpoint has this defect. Also,
-            # the exception that ends its second run early cannot pass through TorchScript's interpreter.
-            self.refuse(
-                f"calls {self.scripted!r} in TorchScript, which saves other tensors for backward once it is optimized"
-            )
-        for weight in before.weights:
-            if weight.is_written:
-                self.refuse(f"writes its parameter {weight.name!r}")
-            if weight.has_other_gradient:
-                self.refuse(f"runs a backward that gives its parameter {weight.name!r} a gradient")
-        for tensor, version in before.inputs:
-            if tensor._version != version:
-                self.refuse(f"writes a tensor of shape {tuple(tensor.shape)} that it is given")
-        before.inputs.clear()  # a weight among them keeps its layer on the device
-        for name, copied in list(before.tensors.items()):
-            if copied.kept or copied.tensor._version != copied.version or not copied.is_in_place:
-                continue
-            if not copied.trusted and not copied.same_bits:
-                self._volatile.add(name)  # written through .data or NumPy
-            elif name not in self._volatile:
-                del before.tensors[name]
-                self._unchanged.append((name, copied.tensor, copied.version))
-
-    def check(self) -> None:
-        """Checks that no state was written since the first run that a further run needs and cannot restore.
-
-        Raises:
-            Unrepeatable: a weight or another tensor was written, or a weight or module was exchanged.
-        """
-        for name, how in self._changed():
-            # If all trained weights were written between two backwards, an optimizer has probably stepped those of all layers.
-            # Between forward and backward, a hook may have written the only weights of a small unit.
-            trained = [weight.is_written for weight in self.before.weights if weight.is_trained()]
-            every = how == _MODIFIED and bool(trained) and all(trained)
-            again = self._again > 1
-            by = (
-                "an optimizer has stepped it, perhaps"
-                if again
-                else "by a hook (on_before_zero_grad) or an optimizer, perhaps"
-            )
-            # Backward begins with the last unit. Without the others, the user would need a run for each unit.
-            changed = {first.unit for first in self._of_step if not first.updated_early and any(first._changed())}
-            concerned = [unit for unit in self._remedies.units if unit == self.unit or unit in changed]
-            others = [unit for unit in concerned if unit != self.unit]
-            raise Unrepeatable(
-                f"{name!r} of {self.unit!r} has been {how} between "
-                f"{'two backwards of one graph' if again else 'forward and backward'}{f' ({by})' * every}. "
-                f"{f'Also changed: {some(others)}. ' if others else ''}Each backward was to "
-                f"compute the forward again. {self._remedy(concerned)}"
-            )
-
-    @property
-    def updated_early(self) -> bool:
-        """True if the running backward has updated weights of the unit: it has passed the unit."""
-        return any(weight.updated_early for weight in self.before.weights)
-
-    def _changed(self) -> Iterator[tuple[str, str]]:
-        """Yields the names of state that has changed since the first run and cannot be restored, each with the change."""
-        for weight in self.before.weights:
-            if weight.is_written:
-                yield weight.name, _MODIFIED
-        for name, place, key, held in self.before.held:
-            if host_of(place.get(key)) is not held:
-                yield name, "exchanged"
-        # Another call of the unit may have written a tensor without a change of its version.
-        for name, tensor, version in self._unchanged:
-            if tensor._version != version or name in self._volatile:
-                yield name, _MODIFIED
-
-    @contextmanager
-    def restored(self, done: Callable[[], str | None]) -> Iterator[None]:
-        """A context with the state from before the first run. The present state is restored at its end.
-
-        Args:
-            done: a result of ``_watch_outside``. Returns a text about an action that prevents a second run; None without one.
-
-        Raises:
-            Unrepeatable: state that cannot be restored was written since the first run (:meth:`check`), or ``done`` returns a
-                text after the second run.
-        """
-        self._again += 1
-        self.check()
-        tensors = self.before.tensors.values()
-        states = [*(copied.state for copied in tensors), *self.before.states]
-        now = [state.read() for state in states]
-        with preserve_version_counter(tuple(copied.tensor for copied in tensors)):
-            try:
-                put(states, (state.before for state in states))
-                yield
-            finally:  # torch ends the second run by an exception as soon as it has saved the tensors that backward needs
-                put(states, now)
-                self.refuse(done())
-
-    def unpacked(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
-        """Unpacks a tensor that the forward has saved. The first call in a backward runs the forward again.
-
-        A tensor may be unpacked several times, as in plain autograd: ``len(ctx.saved_tensors)`` unpacks all. torch's checkpoint
-        unpacks it once.
-
-        Raises:
-            Unrepeatable: a tensor among the forward's arguments was written since, or the second run has saved other tensors.
-        """
-        if (task := current_graph_task()) != self._task:
-            self.read.clear()
-            self._task = task
-        if (tensor := self.read.get(packed)) is None:
-            tensor = self.read[packed] = self._unpack(unpack, packed)
-        return tensor
-
-    def _unpack(self, unpack: Callable[[Any], Any], packed: Any) -> Any:
-        before = self._again
-        try:
-            return unpack(packed)
-        except CheckpointError as error:
-            if self._again != before:  # the second run has saved tensors of other shapes or dtypes, or fewer
-                raise self.differs() from error
-            with (
-                GraphExecGroup()
-            ):  # unpacked before and freed since: in a new group torch's checkpoint runs the forward again
-                return self._unpack(unpack, packed)
-        except RuntimeError as error:
-            # Arguments are unpacked before the second run begins.
-            if self._again == before and _MODIFIED in str(error):
-                raise Unrepeatable(
-                    f"A tensor that {self.unit!r} was given has been written since its forward, which backward was to compute "
-                    f"again. Write x = x + layer(x) in place of x += layer(x). {self._remedy()}"
-                ) from error
-            raise
-
-    def differs(self) -> Unrepeatable:
-        """Returns the error for a second run that has saved other values."""
-        found = f"The forward of {self.unit!r} computed other values in backward than in forward"
-        return Unrepeatable(
-            f"{found}. It depends on what has changed in "
-            "between (a hook, a patched function or class, a context, a global variable: parametrize.cached() has one), or on a "
-            f"kernel that is not deterministic (Trainer(deterministic=True)). {self._remedy()}"
-        )
-
-    def refuse(self, done: str | None) -> None:
-        """Raises an error about a forward if it has done anything that prevents a second run.
-
-        Args:
-            done: the forward's action, as the message names it after "The forward of …"; None if there is none.
-
-        Raises:
-            Unrepeatable: ``done`` is not None.
-        """
-        if done is not None:
-            raise Unrepeatable(f"The forward of {self.unit!r} {done}, and cannot be run again. {self._remedy()}")
-
-    def _remedy(self, concerned: Collection[str] = ()) -> str:
-        """Returns the end of an error: the option that runs forwards of these units once; without names, those of this unit."""
-        modes = self._remedies.without(concerned or (self.unit,))
-        saved = (
-            "what all layers save"
-            if modes == '"offload"'
-            else "what they save"
-            if len(concerned) > 1
-            else "what it saves"
-        )
-        every = "" if modes == '"offload"' else ', or, for all layers, activations="offload"'
-        return (
-            f'This is under activations="recompute". Keep or offload {saved}: '
-            f"SuperpipelineStrategy(activations={modes}){every}."
-        )
+    return checkpoint_hook() is not None
 
 
 _of_thread = threading.local()
 
 
-def first_runs() -> list[FirstRun]:
-    """Returns the first runs that are running in this thread, outermost first."""
-    if not hasattr(_of_thread, "first_runs"):
-        _of_thread.first_runs = []
-    found: list[FirstRun] = _of_thread.first_runs
+def running() -> list[Checkpointed]:
+    """Returns the calls of recomputed units that run in this thread, in their first or their second run."""
+    if not hasattr(_of_thread, "running"):
+        _of_thread.running = []
+    found: list[Checkpointed] = _of_thread.running
     return found
 
 
-@cache
-def _watch_torchscript() -> None:
-    """Replaces ``__call__`` of TorchScript's classes, once in a process, to record calls that save tensors in first runs.
-
-    torch has no hooks for TorchScript's calls.
-    """
-    for kind in TORCHSCRIPT:
-        kind.__call__ = _watched(kind.__call__)
-
-
-def _watched(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a replacement for ``call``. It sets :attr:`FirstRun.scripted` if the call saves a tensor in a first run."""
-
-    def run(function: Any, *args: Any, **kwargs: Any) -> Any:
-        hooks = top_saved_tensors_hooks() if first_runs() else None
-        if hooks is None:
-            return call(function, *args, **kwargs)
-        pack, unpack = hooks
-
-        def noted(tensor: Tensor) -> Any:
-            for first in first_runs():
-                first.scripted = function.name
-            return pack(tensor)
-
-        with saved_tensors_hooks(noted, unpack):
-            return call(function, *args, **kwargs)
-
-    return run
+@contextmanager
+def _inside(call: Checkpointed) -> Iterator[None]:
+    running().append(call)
+    try:
+        yield
+    finally:
+        running().remove(call)

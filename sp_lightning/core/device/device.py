@@ -95,7 +95,6 @@ class Wait(enum.Enum):
     RETURN_AFTER_USE = "an activation is uploaded into memory only after the last kernel that used the previous content"
     USE_AFTER_RETURN = "an uploaded activation is read only after its upload"
     REUSE_AFTER_RETURN = "memory of an uploaded activation that was never read is reused only after the upload"
-    READ_AFTER_COMPARE = "the host reads whether two runs of a forward differ only after the kernels that compared them"
     CLOSE_AFTER_STORE = "host memory of activations is freed only after the last copy from or to it"
     UNPIN_AFTER_COPY = "host memory is unpinned only after the last copy from or to it"
 

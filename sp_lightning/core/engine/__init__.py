@@ -178,8 +178,8 @@ an option: field, check, signature; where memory acts       ``trainer.options``,
 - residents, which need their bytes on the host, through :class:`~sp_lightning.core.weights.ring.BlockSource`, which
   ``HostSource`` implements.
 
-The capability ``activations`` gets the engine, and calls ``Calls.rerun`` for forwards that run again. The engine imports nothing
-of Lightning.
+The capability ``activations`` gets the engine. A forward that runs again in backward is a call of its module
+(``ModuleCall.again``). The engine imports nothing of Lightning.
 
 **Waits.** Every wait of a stream or of the host has a name in :class:`~sp_lightning.core.device.device.Wait`. The value of
 the name says what the wait guarantees. ``tests/device/test_waits.py`` leaves out each wait and shows that a run then fails.

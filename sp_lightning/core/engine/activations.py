@@ -38,8 +38,9 @@ class Activations(Protocol):
         """The mode of each unit now."""
 
     @property
-    def run(self) -> Callable[[str, Any, nn.Module, Any, Any], Any] | None:
-        """Runs the call of a unit. Its arguments: the unit's name, a function, the module, and the arguments of the call.
+    def run(self) -> Callable[[str, Any, Any, nn.Module, Any, Any], Any] | None:
+        """Runs the call of a unit. Its arguments: the unit's name, a function, another one that runs the forward again
+        (:meth:`~sp_lightning.core.engine.uses.ModuleCall.again`), the module, and the arguments of the call.
 
         None: each unit is called as it is.
         """
@@ -77,17 +78,6 @@ class Activations(Protocol):
     def flush(self) -> None:
         """Called when a step or a backward has ended: no copy is in flight afterwards."""
 
-    @property
-    def check(self) -> Callable[..., None] | None:
-        """Called when gradients arrive on the host, and with ``everything=True`` at the end of a backward.
-
-        Raises a RuntimeError if the gradients are wrong, because a forward that ran again has computed other values. None: no
-        forward runs again.
-        """
-
-    def first_run(self) -> object | None:
-        """Returns an object that lives as long as the running forward of this thread may run again; None if it will not."""
-
     def close(self) -> None:
         """Frees memory at the end of the run."""
 
@@ -102,7 +92,6 @@ class KeepAll:
     store = None
     packs = False
     make_room = None
-    check = None
 
     def __init__(self, engine: Engine) -> None:
         self.modes: dict[str, Mode] = dict.fromkeys(engine.found.units, "keep")
@@ -116,8 +105,6 @@ class KeepAll:
     def remove(self) -> None: ...
 
     def flush(self) -> None: ...
-
-    def first_run(self) -> object | None: ...
 
     def close(self) -> None: ...
 

@@ -82,8 +82,6 @@ class Backward(WatchesEngine):
         self._nested = False  # True if a graph task has run inside another one
         self._announced = False  # True if the running backward is the one of the loss
         self._accumulates = False  # True if gradients are accumulated; torch.autograd.grad only returns them
-        # For each gradient of a nested or manual backward: the depth of its graph task, and the name of its weight.
-        self._given: list[tuple[int, str]] = []
         # For a step that updates layers in backward: by layer, the calls in forward whose graphs are alive.
         self._awaited: defaultdict[StreamedLayer, WeakSet[PendingCall]] = defaultdict(WeakSet)
 
@@ -213,8 +211,6 @@ class Backward(WatchesEngine):
             if len(self.tasks) > 1 or not self._announced:
                 what = f"A backward within training_step adds to param.grad of {group.spans[index].name!r}"
                 refuse_freed(layer.block.parameters[index], what, "Call zero_grad() before this backward")
-                # See given_by_nested().
-                self._given.append((self.tasks.index(current_graph_task()), group.spans[index].name))
             complete = engine.gradients.arrived(layer, index, gradient)  # (7)
             engine.note_memory()
             if complete:
@@ -239,18 +235,6 @@ class Backward(WatchesEngine):
     def settle(self) -> None:
         """Makes ``param.grad`` complete as far as backward has come, because a hook of it uses ``param.grad``."""
         self.engine.gradients.settle(self._arrivals)
-
-    def given_by_nested(self) -> Callable[[], str | None]:
-        """Records backwards that begin from now on inside the running forward, or inside the forward that runs again.
-
-        The capability ``activations`` uses this to find forwards that must not run twice: the gradients would be added twice.
-
-        Returns:
-            A function that returns the name of a weight for which one of these backwards has computed a gradient; None if they
-            have computed no gradient.
-        """
-        depth, before = len(self.tasks), len(self._given)
-        return lambda: next((name for at, name in self._given[before:] if at >= depth), None)
 
     def complete(self, layer: StreamedLayer) -> None:
         """Called when all gradients of a layer are in ``param.grad``. Calls ``layer_done`` if these are the last gradients."""
@@ -291,7 +275,6 @@ class Backward(WatchesEngine):
     def abandon(self) -> None:
         """Drops a backward that failed, with its gradients in flight. Called after an error, and when a step begins."""
         self.tasks.clear()
-        self._given.clear()
         self._awaited.clear()
         self._nested = self._announced = self._accumulates = False
         self.engine.updates.end_early()
@@ -330,8 +313,6 @@ class Backward(WatchesEngine):
                 if not self.tasks:
                     engine.note_memory(staying=True)  # before the last transfers free the gradients in flight
                 engine.gradients.end(last=not self.tasks)
-            if well and (check := engine.activations.check) is not None:  # otherwise an error is being raised already
-                check(everything=True)
             engine.gradients.apply(everything=True)
         except BaseException:
             with self._arrivals:

@@ -75,7 +75,6 @@ class Placement:
             engine.device,
             engine.staging,
             in_flight=engine.plan.k_prime + 1,
-            check=engine.activations.check,
             keep_for_step=engine.plan.steps_on_device,
         )
 

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
 
 Visits = Sequence[StreamedLayer]
-Run = Callable[[str, Any, nn.Module, Any, Any], Any]
+Run = Callable[[str, Any, Any, nn.Module, Any, Any], Any]
 """Runs the call of a unit; see :attr:`~sp_lightning.core.engine.activations.Activations.run`."""
 
 
@@ -136,21 +136,6 @@ class Calls:
             if visits and not outside:
                 engine.residency.fetch_ahead()
 
-    @contextmanager
-    def rerun(self, visits: Visits, inputs: Any) -> Iterator[None]:
-        """A context for a forward that runs again in backward, for which no module is called.
-
-        Args:
-            visits: the layers that the forward uses.
-            inputs: its positional arguments.
-        """
-        self.engine.backward.join()
-        entered = self.enter(visits, inputs)
-        try:
-            yield
-        finally:
-            self.leave(entered, None)
-
     def _watch(self, visits: Visits, output: Any) -> None:
         """Adds a hook to the outputs of a module call. Autograd calls the hook when the backward of the call begins."""
         pre_backward = self.engine.backward.awaited(self._pre_backward, tuple(visits))
@@ -242,9 +227,20 @@ class ModuleCall:
             if self._unit is None or self._run is None:
                 output = call(module, *args, **kwargs)
             else:
-                output = self._run(self._unit, call, module, args, kwargs)
+                output = self._run(self._unit, call, self.again, module, args, kwargs)
             return output
         finally:  # also after Ctrl-C
+            self._end(visits, output)
+
+    def again(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the module's forward again in backward, as a call of the module without its hooks."""
+        self._calls.engine.backward.join()
+        visits = self._begin(args, kwargs)
+        output = None
+        try:
+            output = forward(*args, **kwargs)
+            return output
+        finally:
             self._end(visits, output)
 
     @never_compiled  # transfers cannot be part of a compiled graph
@@ -613,7 +609,7 @@ class Uses:
         engine = self.engine
         with held(engine.lock):
             self._refuse_tying(layer, index, value)
-            engine.writes.replace(layer, index, value, engine.activations.first_run())
+            engine.writes.replace(layer, index, value)
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """Raises a RuntimeError if a value that a weight is about to get is in the device memory of another weight."""

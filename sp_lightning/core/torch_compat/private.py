@@ -31,7 +31,6 @@ from torch._functorch import pyfunctorch
 from torch._subclasses import fake_tensor
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.modules import batchnorm
 from torch.nn.modules import module as module_globals
 from torch.optim import Optimizer
 from torch.optim import optimizer as optimizers
@@ -607,9 +606,6 @@ def is_compiled(module: nn.Module) -> bool:
     """Returns True after ``torch.compile(module)`` or ``module.compile()``. No public way to ask."""
     return isinstance(module, eval_frame.OptimizedModule) or getattr(module, COMPILED_CALL, None) is not None
 
-
-NormBase = batchnorm._NormBase
-"""The common base class of batch and instance normalisation of all dimensions. It has no public name."""
 
 pruned_attribute: Callable[[Any], str] = attrgetter("_tensor_name")
 """Returns the attribute that a ``torch.nn.utils.prune.BasePruningMethod`` prunes. It has no public name."""

@@ -57,7 +57,6 @@ class Transfers(Generic[W]):
         device: copies, and waits for the transfers.
         in_flight: the number of transfers, each with the gradients of a layer, that may be on the device at once (k' + 1).
         apply: applies the gradients of a transfer, given its value. Called after the host has waited for the transfer.
-        check: called before gradients are applied. It raises an error if the gradients are known to be wrong. None for no call.
 
     Attributes:
         in_flight: the same number.
@@ -66,13 +65,10 @@ class Transfers(Generic[W]):
         device_bytes: bytes of gradients that are on the device now.
     """
 
-    def __init__(
-        self, device: Device, in_flight: int, apply: Callable[[W], None], check: Callable[[], None] | None = None
-    ) -> None:
+    def __init__(self, device: Device, in_flight: int, apply: Callable[[W], None]) -> None:
         self.device = device
         self.in_flight = in_flight
         self._apply = apply
-        self._check = check
         self.device_bytes = 0
         # Transfers in flight: the value, the device tensors to keep until compute has waited for the copy, the copy's event.
         self._flying: deque[tuple[W, list[Tensor], Any]] = deque()
@@ -112,8 +108,6 @@ class Transfers(Generic[W]):
         while len(self.retired) > keep:
             what, copied = self.retired.popleft()
             self.device.synchronize(copied, Wait.APPLY_AFTER_DRAIN)
-            if self._check is not None:
-                self._check()
             self._apply(what)
 
     @property
@@ -238,7 +232,6 @@ class Gradients(GradientSink):
         device: copies gradients.
         staging: provides host memory for gradients that are added to earlier ones or converted, and for sparse gradients.
         in_flight: the number of layers whose gradients may be on the device at once (k' + 1).
-        check: see :class:`Transfers`.
         keep_for_step: True if all layers step on the GPU. If a step waits for a layer, the layer's gradients are then not copied
             to the host.
     """
@@ -249,10 +242,9 @@ class Gradients(GradientSink):
         staging: Staging,
         *,
         in_flight: int,
-        check: Callable[[], None] | None,
         keep_for_step: bool = False,
     ) -> None:
-        super().__init__(device, Transfers(device, in_flight, self._apply_drain, check))
+        super().__init__(device, Transfers(device, in_flight, self._apply_drain))
         self._staging = staging
         self._keep_for_step = keep_for_step
         self._received: dict[StreamedLayer, Received] = {}

@@ -296,15 +296,6 @@ class ParameterGroup:
             self.engine.write_back(self.layer)
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
-    def host_writes(self) -> tuple[list[int], list[int]]:
-        """Returns the versions of the host weights and :attr:`unversioned_writes`. A write on the host increases one of the two.
-
-        First copies weights that may have been written on the device to the host.
-        """
-        if self.is_exposed or self.changed:
-            self.engine.write_back(self.layer)
-        return versions(self.hosts), list(self.unversioned_writes)
-
     @property
     def is_exposed(self) -> bool:
         """True if user code may write a weight at any time without a change of its version."""

@@ -335,7 +335,7 @@ class WriteBack:
 
     # ------------------------------------------------------------------ weights are given other memory
 
-    def replace(self, layer: StreamedLayer, index: int, value: Tensor, run: object = None) -> None:
+    def replace(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """Prepares ``param.data = value`` of a layer in use: graphs that saved views of the weight keep its old values.
 
         BYOL and MoCo set ``param.data`` so, between forward and backward.
@@ -347,7 +347,6 @@ class WriteBack:
             layer: the layer.
             index: the index of the weight.
             value: the weight's new memory.
-            run: the running forward that may run again in backward; None if there is none.
 
         Raises:
             RuntimeError: the value has other strides than the weight.
@@ -364,8 +363,6 @@ class WriteBack:
         if address not in self.resident_storages:  # a resident may get its own memory back, which stays in the set
             self._given.add(address)
         self.resident_storages |= self._given
-        if run is not None:
-            self._note_exchanged(layer, index, run)
         if are_saved(group.present_values, index):
             self._note_exchanged(layer, index, group.present_values[index])
             self._wait_for_update(layer)
@@ -379,8 +376,7 @@ class WriteBack:
         Args:
             layer: the layer.
             index: the index of the weight.
-            needed_by: the object that needs the values to stay the same: saved values of a graph, or a forward that may run
-                again.
+            needed_by: the saved values of a graph, which need the values to stay the same.
         """
         group, slot = layer.parameters, layer.slot
         if slot is None:
@@ -394,7 +390,7 @@ class WriteBack:
             return
 
         def written(name: str) -> None:
-            group.unversioned_writes[index] += 1  # a forward that would run again detects the write by this
+            group.unversioned_writes[index] += 1  # a forward that runs again detects the write by this
             if isinstance(needed_by_it := alive(), SavedValues):
                 needed_by_it.overwritten = name
 
@@ -534,9 +530,9 @@ class LeftMemory:
 
     Weights leave memory in two cases:
 
-    - A weight got other memory (``param.data = other``), and a graph, or a forward that may run again, needs the old values. On
-      plain Lightning, a graph that has saved a view of the weight has the new values after a later write to the old memory. With
-      slots, the graph has a copy of the old values.
+    - A weight got other memory (``param.data = other``), and a graph needs the old values. On plain Lightning, a graph that has
+      saved a view of the weight has the new values after a later write to the old memory. With slots, the graph has a copy of
+      the old values.
     - A layer has left its slot because one of its weights got other memory. A write to another weight of the layer through an old
       view of the slot would be lost.
 

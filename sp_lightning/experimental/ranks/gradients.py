@@ -46,7 +46,7 @@ class SummedGradients(Gradients):
 
     def __init__(self, engine: Engine, ranks: Collectives, owners: RankOwners) -> None:
         in_flight = engine.plan.k_prime + 1
-        super().__init__(engine.device, engine.staging, in_flight=in_flight, check=engine.activations.check)
+        super().__init__(engine.device, engine.staging, in_flight=in_flight)
         self._ranks = ranks
         self._owners = owners
         families = [layer for layer in engine.layers if layer.owner is layer]

@@ -222,10 +222,42 @@ class _Checking:
                 found = Difference("", "before its end", f"{type(cause).__name__}: {cause}")
                 self._note("the run itself", way, Compared(first=found))
             return None
-        for what, compared in compare(done.record, plain.record, self._but).items():
-            self._note("continued" if way.begins else what, way, compared)
+        compared = compare(done.record, plain.record, self._but)
+        for what, each in compared.items():
+            self._note("continued" if way.begins else what, way, each)
+        if done.recomputed and not way.begins and _trains_other(compared):
+            self._compare_with_checkpoints(done, plain)
         rmtree(done.checkpoint.parent)
         return done
+
+    def _compare_with_checkpoints(self, done: RunResult, plain: RunResult) -> None:
+        """Adds a note if a run equals plain Lightning with torch's checkpoint around each recomputed layer, and not without."""
+        layers = done.recomputed
+
+        def equals(result: RunResult, number: int) -> bool:
+            """Returns True if a run equals plain Lightning with checkpoints around the first ``number`` layers."""
+            name = f"plain, with checkpoints around {number} layers"
+            other = self._run(replace(plain.way, name=name, checkpoints=layers[:number]))
+            found = compare(other.record, result.record, self._but)
+            rmtree(other.checkpoint.parent)
+            return not _trains_other(found)
+
+        try:
+            if not equals(done, len(layers)):
+                return
+            fewest, most = (
+                0,
+                len(layers),
+            )  # with `fewest` checkpoints plain Lightning is as without, with `most` it is not
+            while most - fewest > 1:
+                middle = (fewest + most) // 2
+                fewest, most = (middle, most) if equals(plain, middle) else (fewest, middle)
+        except _STOPS:  # plain Lightning does not run with checkpoints
+            return
+        self.found.notes.append(
+            f"The run {done.way.name!r} equals plain Lightning with torch's checkpoint around each layer, and not without: the "
+            f'forward of {layers[most - 1]!r} computes something else when it runs again. Use activations="offload".'
+        )
 
     def _note(self, what: str, way: RunVariant, compared: Compared) -> None:
         """Adds a comparison to a row of the report. The row keeps its first difference."""
@@ -253,6 +285,11 @@ class _Checking:
         self.found.layers = len(plan.layers)
         self.found.streamed = streams / max(streams + plan.resident_bytes, 1)
         self.found.runs.append(_figures(plain, sum(plan.plain) + plain.state_bytes))
+
+
+def _trains_other(compared: Mapping[str, Compared]) -> bool:
+    """Returns True if two runs have other losses or weights. Buffers count once with the strategy, and twice in checkpoints."""
+    return any(compared[what].first for what in ("losses", "weights") if what in compared)
 
 
 def _asked(options: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import lightning.pytorch as pl
@@ -11,10 +12,23 @@ import torch
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 
 from sp_lightning.core.torch_compat.patched import in_place_of
 from sp_lightning.core.updates.fused import divide, has_fused_step, runs_fused
 from sp_lightning.trainer.scaler import HostGradScaler
+
+
+def add_checkpoints(module: nn.Module, names: Iterable[str]) -> None:
+    """Puts torch's checkpoint around the forward of modules: the reference of ``activations="recompute"``.
+
+    Args:
+        module: the root.
+        names: the names of these modules in the root.
+    """
+    for name in names:
+        unit = module.get_submodule(name)
+        vars(unit)["forward"] = partial(checkpoint, unit.forward, use_reentrant=False)
 
 
 class StepsOnHost(SingleDeviceStrategy):

@@ -31,7 +31,7 @@ from sp_lightning.core.model.find import find_layers
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.tools.comparison.activations import CountingStrategy, HeldActivations
 from sp_lightning.tools.comparison.record import Entry, Record, flatten, held
-from sp_lightning.tools.comparison.reference import StepsOnHost
+from sp_lightning.tools.comparison.reference import StepsOnHost, add_checkpoints
 from sp_lightning.tools.comparison.subject import NotRunError, RunInputs, Subject, without_files
 from sp_lightning.trainer.strategy import SuperpipelineStrategy
 from sp_lightning.trainer.user_hooks import WRITE_NO_WEIGHTS
@@ -51,6 +51,7 @@ class RunVariant:
         only: the run only trains or only predicts, and records the outputs of steps alone; None for everything.
         counts: True to count activations on a CPU. Of plain Lightning this takes saved-tensor hooks, with which some programs do
             not run. Counting takes time.
+        checkpoints: the names of modules around whose forward plain Lightning has torch's checkpoint.
     """
 
     name: str
@@ -61,6 +62,7 @@ class RunVariant:
     begins: Path | None = None
     only: Literal["training", "prediction"] | None = None
     counts: bool = False
+    checkpoints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class RunResult:
         plan: the plan of the strategy; None for plain Lightning.
         stats: the stats of the strategy after training; None for plain Lightning.
         moved: True if plain Lightning's optimizers stepped on the host while the module was on the device.
+        recomputed: the names of the layers whose activations the strategy has recomputed.
         trained: True if a training step of plain Lightning has returned a loss, or if an optimizer has stepped with a gradient.
     """
 
@@ -93,6 +96,7 @@ class RunResult:
     stats: Stats | None = None
     moved: bool = False
     trained: bool = False
+    recomputed: tuple[str, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -206,6 +210,7 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     record = Record(folder / "record")
     pl.seed_everything(subject.seed, workers=True, verbose=False)
     made = subject.make()
+    add_checkpoints(made.module, way.checkpoints)
     held = HeldActivations() if way.counts and way.options is None else None
     recorder = Recorder(record, held)
     trainer = _trainer(made, way, folder, subject.steps, recorder)
@@ -243,7 +248,11 @@ def run(subject: Subject, way: RunVariant, folder: Path) -> RunResult:
     moved = getattr(trainer.strategy, "moved", False)
     counted = strategy.held if isinstance(strategy, CountingStrategy) else held
     activations = 0 if counted is None else counted.peak
-    return RunResult(way, record, checkpoint, times, peak, state_bytes, activations, plan, stats, moved, trained)
+    modes = {} if way.options is None else strategy.activations
+    recomputed = tuple(name for name, mode in modes.items() if mode == "recompute")
+    return RunResult(
+        way, record, checkpoint, times, peak, state_bytes, activations, plan, stats, moved, trained, recomputed
+    )
 
 
 @contextmanager

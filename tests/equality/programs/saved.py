@@ -88,9 +88,12 @@ def saves(does: Callable[..., Any], kind: type[Saves] = Saves) -> Any:
 
 
 for does in (_looks, _sets_grad, _writes_data):
+    modes = [
+        each for each in EACH[1:] if does is not _writes_data or each != "recompute, k=1"
+    ]  # the write is not detected
     program(
         f"saved tensors: a parameter whose backward {does.__name__[1:].replace('_', ' ')}",
-        tiers(EACH[0], rest=EACH[1:]), covers="an attribute, a gradient or data of the parameter itself",
+        tiers(EACH[0], rest=modes), covers="an attribute, a gradient or data of the parameter itself", checkpointed=True,
     )(partial(saves, does))  # fmt: skip
 
 
@@ -274,12 +277,12 @@ for kind in (OwnHooks, Checkpointed, Reentrant, Frozen, Neighbours, Mapped, Oper
     program(
         f"saved tensors: a parameter, {kind.__name__}", tiers(rest=["keep, k=1", "backward, accumulated, two epochs"],
         long=MODES[1:]),
-        covers="whichever code saves it",
+        covers="whichever code saves it", checkpointed=True,
     )(partial(saves, _looks, kind))  # fmt: skip
 for mark in MARKS:
     what = "of the class Subclass" if mark == "subclass" else "with the attribute 'scale'"
     said = rf"RuntimeError: .*ProductBackward has saved an activation {what}.*ctx\.scale = x\.scale"
     program(
         f"saved tensors: an activation with an attribute, {mark}", tiers(MODES[0], rest=MODES[1:]),
-        refused=dict.fromkeys(MODES, said), covers="what backward would not find",
+        refused=dict.fromkeys(MODES[:2], said), covers="what backward would not find", checkpointed=True,
     )(partial(saves, _looks, type("Kind", (Marked,), {"mark": mark})))  # fmt: skip

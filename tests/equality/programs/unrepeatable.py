@@ -1,8 +1,9 @@
-"""Forwards that cannot run twice are refused by name, and with the option that the error names they train."""
+"""Forwards that cannot run twice are refused by name; with the option that the error names they train. Others are as in torch's
+checkpoint.
+"""
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ClassVar
@@ -19,14 +20,11 @@ from sp_lightning.capabilities.activations.host_ring import HostRing
 from sp_lightning.capabilities.activations.recompute import Unrepeatable
 from sp_lightning.core.torch_compat.private import current_graph_task
 from tests.equality.rows import program, tiers
-from tests.support.kernels import Block, RunsKernel, with_one
+from tests.support.kernels import Block
 from tests.support.models import Module, Stack, twice, vectors
 from tests.support.poison import crowded
 from tests.support.runs import Outcome
 from tests.support.simdevice import simulated
-
-EXCHANGED = "Unrepeatable: 'act' of 'net.blocks.1' has been exchanged between forward and backward"
-OTHER_VALUES = r"Unrepeatable: The forward of 'net\.(blocks\.)?\d' computed other values in backward"
 
 
 def refused(name: str, said: str, *equal: str, variant: str = "recompute, k=1", tier: int = 2, **more: Any) -> Any:
@@ -41,7 +39,7 @@ def refused(name: str, said: str, *equal: str, variant: str = "recompute, k=1", 
 
 @refused(
     "a forward that writes its weight",
-    r"Unrepeatable: The forward of 'net.blocks.0' writes its parameter 'inner.bias', and cannot be run again",
+    r"Unrepeatable: 'inner.bias' of 'net.blocks.4' has been modified by an inplace operation between forward and backward",
     "keep", "offload", of=twice, variant="recompute", covers="it cannot be undone",
 )  # fmt: skip
 class WritesWeight(Block):
@@ -53,7 +51,7 @@ class WritesWeight(Block):
 
 @refused(
     "a forward that writes its weight's data",
-    r"Unrepeatable: The forward of 'net.blocks.0' writes its parameter 'inner.bias'",
+    r"Unrepeatable: 'inner.bias' of 'net.blocks.4' has been modified by an inplace operation between forward and backward",
     "keep", "offload", of=twice, variant="recompute", covers="it cannot be undone",
 )  # fmt: skip
 class WritesWeightData(Block):
@@ -64,7 +62,7 @@ class WritesWeightData(Block):
 
 @refused(
     "a forward that writes its input",
-    r"Unrepeatable: The forward of 'net.blocks.0' writes a tensor of shape \(4, 16\) that it is given",
+    r"Unrepeatable: A tensor that 'net.blocks.4' was given has been written since its forward began",
     "keep", "offload", of=twice, variant="recompute", covers="it cannot be undone",
 )  # fmt: skip
 class WritesInput(Block):
@@ -74,7 +72,7 @@ class WritesInput(Block):
 
 @refused(
     "a backward in a forward, of the layer's weights",
-    r"Unrepeatable: The forward of 'net.blocks.0' runs a backward that gives its parameter 'inner.weight' a gradient",
+    r"Unrepeatable: The forward of 'net.blocks.0' changes the gradient of 'net.blocks.0.inner.weight', and would",
     "keep", "offload", of=twice, variant="recompute", covers="it cannot be undone",
 )  # fmt: skip
 class RunsBackward(Block):
@@ -99,7 +97,7 @@ def compiled(source: str) -> Any:
     return torch.jit.CompilationUnit(f"def scripted(x: Tensor, y: Tensor) -> Tensor:\n    return {source}\n").scripted
 
 
-SCRIPTED = r"Unrepeatable: The forward of 'net.blocks.0' calls 'scripted' in TorchScript, which saves"
+SCRIPTED = r"Unrepeatable: 'net.blocks.0.(gate|sum|mask)' is TorchScript, which may save other tensors"
 OTHER_GRAPH = "its second run saves the tensors of another graph: gradients were wrong without an error"
 
 
@@ -135,7 +133,7 @@ class ScriptedAtTheEnd(Block):
 
 @refused(
     "a module in TorchScript",
-    r"Unrepeatable: The forward of 'net.blocks.0' calls 'forward' in TorchScript, which saves",
+    r"Unrepeatable: 'net.blocks.0.gelus' is TorchScript, which may save other tensors",
     of=twice, variant="recompute",
     covers=OTHER_GRAPH,
 )  # fmt: skip
@@ -148,7 +146,7 @@ class ScriptedModule(Block):
         return self.gelus(x)
 
 
-@program("recompute: TorchScript that saves nothing", tiers(rest=["recompute"]), of=twice, covers="it may be run again")
+@refused("TorchScript that saves nothing", SCRIPTED, of=twice, variant="recompute", covers="nobody knows before")
 class ScriptedMask(Block):
     def __init__(self) -> None:
         super().__init__()
@@ -223,14 +221,10 @@ def writes_another(write: Callable[[Any], None], target: int = 3, kind: type = W
 
 STAYS = "recompute, k=1, net.blocks.3 stays"
 for write in (_multiply, _multiply_data, _multiply_all, _multiply_a_view, _exchange):
-    said = (
-        "Unrepeatable: The forward of 'net.blocks.1' writes 'net.blocks.3.inner.weight', a weight outside of it, "
-        "and cannot be run again"
-    )
     tier = 2 if write in (_multiply_data, _exchange) else 3
     program(
         f"recompute: a weight of another layer, {write.__name__}", {"recompute, k=1": tier, STAYS: tier},
-        refused={"recompute, k=1": said, STAYS: said}, covers="the second run would write it again",
+        checkpointed=True, covers="the second run writes it again, as in torch's checkpoint",
     )(writes_another(write))  # fmt: skip
 program(
     "recompute: the same values in another layer", tiers(rest=["recompute, k=1"]), covers="a second write shows nothing"
@@ -247,15 +241,9 @@ class GivesAnother(WritesAnother):
         super().__init__(lambda other: other.weight.square().mean().backward())
 
 
-GIVES = (
-    "Unrepeatable: The forward of 'net.blocks.1' runs a backward that gives 'net.blocks.3.inner.weight' a gradient, and"
-)
-
-
 @program(
     "recompute: a gradient of another layer", tiers(rest=["recompute, k=1", STAYS]),
-    refused={"recompute, k=1": GIVES, STAYS: GIVES},
-    covers="a forward gives it without a call of that layer",
+    checkpointed=True, covers="a forward gives it without a call of that layer: twice, as in torch's checkpoint",
 )  # fmt: skip
 def gives_another() -> Module:
     stack = Stack()
@@ -265,7 +253,7 @@ def gives_another() -> Module:
     return Module(stack)
 
 
-BETWEEN = r"has been modified by an inplace operation between forward and backward\."
+BETWEEN = r"has been modified by an inplace operation between forward and backward"
 
 
 @refused(
@@ -299,20 +287,7 @@ class Masks(Module):
                 block.inner.bias.mul_(0.5)
 
 
-ALSO = r"Unrepeatable: .*Also changed: net\.blocks\.0, net\.blocks\.1, .*activations="
-refused("all written layers in one remedy", ALSO + r'\{"net.blocks.\*": "offload", "\*\*": "recompute"\}', tier=1)(
-    Masks
-)
-refused(
-    "users' patterns in the remedy",
-    ALSO
-    + r'\{"net.blocks.0": "offload", "net.blocks.1": "offload", "net.blocks.3": "offload", "net.blocks.4": "offload", '
-    r'"net.blocks.2": "keep", "net.head": "offload", "\*\*": "recompute"\}',  # the first pattern that matches decides
-    tier=1,
-    strategy={
-        "activations": {"net.blocks.2": "keep", "net.head": "offload", "net.blocks.*": "recompute", "**": "recompute"}
-    },
-)(Masks)
+refused("a hook that masks weights", r"Unrepeatable: 'inner.bias' of 'net.blocks.4' has been modified", tier=1)(Masks)
 
 
 class Table(nn.Embedding):
@@ -320,7 +295,7 @@ class Table(nn.Embedding):
 
 
 @refused(
-    "an embedding normalized between", r"\w+: .*by a hook \(on_before_zero_grad\) or an optimizer",
+    "an embedding normalized between", r"\w+: .*, a hook \(on_before_zero_grad\) or an optimizer",
     batches=lambda: [torch.arange(8)] * 3,
 )  # fmt: skip
 class Normalizes(Module):
@@ -336,7 +311,7 @@ class Normalizes(Module):
 
 @refused(
     "a step between two backwards",
-    r"Unrepeatable: .*'weight' of 'net.head' has been modified by an inplace operation between two backwards of one graph"
+    r"Unrepeatable: .*'weight' of 'net.head' has been modified by an inplace operation between forward and backward"
     r".*an optimizer.*activations=\"offload\"\)",
     "keep, k=1", "offload, k=1",
 )  # fmt: skip
@@ -360,12 +335,13 @@ class StepsBetween(Module):
         optimizer.step()
 
 
-@refused(
-    "an unseen write between two backwards",
-    r"Unrepeatable: The forward of 'net.blocks.4' computed other values in backward", "offload, k=1",
-)  # fmt: skip
+@program(
+    "recompute: an unseen write between two backwards",
+    tiers(rest=["recompute, k=1", "offload, k=1"]),
+    checkpointed=True,
+)
 class WritesUnseenBetween(StepsBetween):
-    """Writes of which torch shows nothing, between two backwards: what was saved stays as it was on plain Lightning."""
+    """Writes of which torch shows nothing, between two backwards."""
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
@@ -402,7 +378,7 @@ class AddsInPlace(Stack):
 refused(
     "an input written after the layer",
     r"Unrepeatable: .*A tensor that 'net.blocks.4' was given has been written since"
-    r'.*Write x = x \+ layer\(x\) in place of x \+= layer.*activations=\{"net.blocks.4": "offload", "\*\*": "recompute"\}',
+    r'.*Write x = x \+ layer\(x\) in place of x \+= layer.*activations="offload"',
     "keep, k=1", "offload, k=1", covers="torch's own error names no layer",
 )(lambda: Module(AddsInPlace()))  # fmt: skip
 
@@ -444,8 +420,7 @@ class Bounded(nn.Module):
 
 @refused(
     "weights that torch caches",
-    r"Unrepeatable: .*orward of 'net\.blocks\.\d' computed other values.*parametrize\.cached\(\).*\"offload\"",
-    variant="recompute",
+    r"Unrepeatable: .*orward of 'net\.blocks\.\d' saved other tensors.*\"offload\".*torch says:\n", variant="recompute",
 )  # fmt: skip
 class CachedParametrizations(Module):
     """torch keeps parametrized weights in a global dictionary, so that the second call of a layer saves other tensors."""
@@ -474,12 +449,9 @@ class EightBits(nn.Module):
         return torch.tanh(self.base(x) + self.adapter(x))
 
 
-@refused(
-    "layers of bitsandbytes", r"Unrepeatable: .*'net.\d' computed other values .* for all layers, activations=\"offload\"",
-    "offload", variant="recompute",
-)  # fmt: skip
+@program("recompute: layers of bitsandbytes", tiers(rest=["recompute", "offload"]))
 def with_eight_bits() -> Module:
-    """The first forward moves the 8-bit weights, so the second one computes with other tensors."""
+    """The first forward moves the 8-bit weights."""
     return Module(nn.Sequential(nn.Linear(16, 16), *(EightBits() for _ in range(3)), nn.Linear(16, 16)))
 
 
@@ -503,9 +475,9 @@ class ReadsAfterwards(Block):
         return super().forward(x) + 0.01 * self.inner.weight.square().mean()
 
 
-@refused(
-    "another tensor in place of a cast", r"Unrepeatable: .*'net\.1' computed other values", of=lambda block: of(block, 1), tier=1,
-    batches=lambda: vectors(1), variant="recompute, k=1, bf16-mixed", strategy={"layers": ["net.1"]}, repairable=False,
+@program(
+    "recompute: another tensor in place of a cast", tiers("recompute, k=1, bf16-mixed"), of=lambda block: of(block, 1),
+    batches=lambda: vectors(1), strategy={"layers": ["net.1"]}, checkpointed=True,
 )  # fmt: skip
 class ComputesWithAnother(nn.Module):
     """The second run computes with other values of the weight's form."""
@@ -541,7 +513,7 @@ def second(block: type[nn.Module]) -> Callable[[], Module]:
 
 @refused(
     "another graph in the second run",
-    r"Unrepeatable: The forward of 'net.blocks.1' computed other values in backward",
+    r"Unrepeatable: The forward of 'net.blocks.1' saved other tensors when it ran again in backward",
     variant="recompute", of=second,
 )  # fmt: skip
 class Fickle(nn.Module):
@@ -559,7 +531,7 @@ class Fickle(nn.Module):
 
 @refused(
     "less saved in the second run",
-    r"Unrepeatable: The forward of 'net.blocks.1' computed other values in backward",
+    r"Unrepeatable: The forward of 'net.blocks.1' saved other tensors when it ran again in backward",
     variant="recompute", of=second,
 )  # fmt: skip
 class Shrinks(Fickle):
@@ -569,51 +541,6 @@ class Shrinks(Fickle):
         _calls.append(1)
         x = x + torch.tanh(self.inner(x))
         return x.exp() if len(_calls) % 2 else x
-
-
-_numbers = itertools.count()
-
-
-@refused(
-    "ReadsIndices that differs",
-    OTHER_VALUES,
-    of=with_one,
-    inside=lambda: simulated(unrepeatable=True),
-    repairable=False,
-)
-class ReadsIndices(RunsKernel):
-    """Saves two indices that an iterator has given."""
-
-    def saved(self) -> Tensor:
-        return torch.tensor([next(_numbers), next(_numbers)])
-
-
-@refused(
-    "LastBits that differs", OTHER_VALUES, of=with_one, inside=lambda: simulated(unrepeatable=True), repairable=False
-)
-class LastBits(RunsKernel):
-    """Adds in another order each time, also with deterministic algorithms."""
-
-    def rounds(self) -> float:
-        return 1 + next(_numbers) % 4 * 2**-22
-
-
-@refused(
-    "AddsByIndex that differs", OTHER_VALUES, of=with_one, inside=lambda: simulated(unrepeatable=True), repairable=False
-)
-class AddsByIndex(Block):
-    """In an order that no seed decides."""
-
-    def factor(self, x: Tensor) -> Any:
-        return torch.zeros_like(x).index_add_(0, torch.zeros(len(x), dtype=torch.long), self.inner(x)).exp()
-
-
-@refused("Noise that differs", OTHER_VALUES, of=with_one, inside=lambda: simulated(unrepeatable=True), repairable=False)
-class Noise(RunsKernel):
-    """Reads an iterator."""
-
-    def rounds(self) -> float:
-        return 1 + next(_numbers) % 8 * 2**-12
 
 
 # ---------------------------------------------------------------------- what surrounds the forward is gone in backward
@@ -714,14 +641,6 @@ AROUND: dict[str, Callable[[Any], Any]] = {
     "submodule": lambda block: exchanged(block, act=nn.ReLU()),
     "evaluation": in_evaluation,
 }
-EQUAL = {
-    "hook on the layer",
-    "pre-hook on the layer",
-    "backward hook",
-    "attribute",
-    "attribute of torch's",
-    "evaluation",
-}
 
 
 class Steered(Module):
@@ -737,14 +656,10 @@ class Steered(Module):
 
 
 for kind in AROUND:
-    covers = "gradients were wrong without an error, as torch's own checkpoint leaves them"
-    if kind in EQUAL:
-        program(f"recompute: {kind} around a forward", tiers(long=["recompute, k=1"]), covers=covers)(
-            lambda kind=kind: Steered(kind)
-        )
-    else:
-        said = EXCHANGED if kind == "submodule" else OTHER_VALUES
-        refused(f"{kind} around a forward", said, covers=covers)(lambda kind=kind: Steered(kind))
+    program(
+        f"recompute: {kind} around a forward", tiers(rest=["recompute, k=1"]), checkpointed=True,
+        covers="the second forward runs without it, as in torch's checkpoint",
+    )(lambda kind=kind: Steered(kind))  # fmt: skip
 program(
     "offload: no room in host memory", tiers("offload, k=1"), covers="what has no room is kept, not computed again",
     inside=lambda: mock.patch.object(HostRing, "free_bytes", -1),
@@ -752,8 +667,7 @@ program(
 
 
 @program(
-    "recompute: returned gradients", tiers(rest=["recompute, k=1", "recompute, k=1, simulated"]), repairable=False,
-    refused=dict.fromkeys(["recompute, k=1", "recompute, k=1, simulated"], OTHER_VALUES),
+    "recompute: returned gradients", tiers(rest=["recompute, k=1", "recompute, k=1, simulated"]), checkpointed=True,
 )  # fmt: skip
 class AsksForGradients(Steered):
     """Through ``torch.autograd.grad``, which only returns them."""
@@ -771,22 +685,20 @@ class AsksForGradients(Steered):
     "recompute: an error that is caught",
     tiers(long=["recompute, k=1, plain, losses alone", "recompute, k=1, simulated, losses alone"]),
     also=lambda ours: None if ours.module.caught else pytest.fail("nothing was raised"),
-)  # fmt: skip
-class Catches(Steered):
-    """Catches the error, and goes on without what was around the forward."""
+)
+class Catches(WritesBetween):
+    """Catches the error, and goes on without the write."""
 
     def __init__(self) -> None:
-        super().__init__("hook")
+        super().__init__()
         self.automatic_optimization = False
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer: Any = self.optimizers()
-        self.kind = "hook"
         try:
             self.manual_backward(self.loss(batch))
         except Unrepeatable:
             self.caught = True
         optimizer.zero_grad()
-        self.kind = "attribute"
-        self.manual_backward(self.loss(batch))
+        self.manual_backward(Module.loss(self, batch))
         optimizer.step()

@@ -83,7 +83,7 @@ def at(
 
 MODIFIED = {"recompute, k=2": r"'\w+\.\w+' of 'net\.\d' has been modified .*\"offload\""}
 """The second run of a layer would compute with other weights than the first one."""
-OTHER_VALUES = {"recompute, k=2": r"The forward of 'net\.3' computed other values in backward"}
+AS_CHECKPOINTED = {"checkpointed": True}
 TWO_EPOCHS = {"max_epochs": 2}
 BLOCKS = {"linear": Linears, "convolution": Convolutions, "scalar": Scalars}
 
@@ -221,8 +221,8 @@ def captured_in_place(m: At, batch: Tensor) -> Tensor:
 
 
 at("own memory again in the first step", MODIFIED, start=first_step_puts_back, after_forward=each(multiply))
-at("a hook before gradients are set to None", OTHER_VALUES, on_before_zero_grad=each(multiply))
-at("the optimizer's weights before backward", OTHER_VALUES, on_before_zero_grad=writes_group)
+at("a hook before gradients are set to None", options=AS_CHECKPOINTED, on_before_zero_grad=each(multiply))
+at("the optimizer's weights before backward", options=AS_CHECKPOINTED, on_before_zero_grad=writes_group)
 at("only read", after_forward=lambda m: m.seen.append([p.data.norm() for p in m.net.parameters()]))
 at("a detached weight before the forward", start=blended_by_detached)
 at("old views between two forwards", loss=through_old_views)
@@ -559,8 +559,9 @@ EXCHANGED: dict[str, Callable[[Any], Any]] = {
     "bias": lambda layer: setattr(layer.second, "bias", None),
 }
 for what, exchange in EXCHANGED.items():
-    at(f"{what} is exchanged before the second run", r"'second(\.\w+)?' of 'net\.1' has been exchanged between.*\"offload\"",
-       ("recompute, k=2",), options={"repairable": False},
+    said = r"'second(\.\w+)?' of 'net\.1' has been exchanged between.*\"offload\""
+    at(f"{what} is exchanged before the second run", "" if what == "module" else said, ("recompute, k=2",),
+       options={"repairable": False, **AS_CHECKPOINTED},
        after_forward=lambda m, exchange=exchange: exchange(m.net[1]))  # fmt: skip
 
 
@@ -600,9 +601,10 @@ row(
     modes=USERS,
 )
 HAD = r"'net\.3\.second\.weight' was given other memory .* before was written"
-RUN_AGAIN = {**dict.fromkeys(USERS, HAD), "recompute, k=2": r"'net\.0' writes its parameter 'second\.weight'"}
 for how in ("left", "put back"):
-    at(f"memory that a weight had is written, {how}", RUN_AGAIN, (*USERS, "recompute, k=2"), options={"repairable": False},
+    again = {"recompute, k=2": r"'second\.weight' of 'net\.3' has been modified"} if how == "put back" else {}
+    at(f"memory that a weight had is written, {how}", {**dict.fromkeys(USERS, HAD), **again}, (*USERS, "recompute, k=2"),
+       options={"repairable": False, **AS_CHECKPOINTED},
        block=partial(WritesWhatItHad, how))  # fmt: skip
 at("memory that a weight had is written before its use", modes=USERS, block=partial(WritesWhatItHad, "before"))
 at("memory of another dtype", modes=USERS, block=WidensItself, loss=writes_wide)
