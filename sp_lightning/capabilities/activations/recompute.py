@@ -209,7 +209,7 @@ class Checkpointed:
                     )
                 raise
         (args, kwargs), self._given = self._given, None
-        pack, unpack = hooks_of_checkpoint()
+        pack, unpack = _present_hooks()
         with _inside(self), saved_tensors_hooks(partial(self._pack, pack), partial(self._unpack, unpack)):
             output = self._forward(*args, **kwargs)
         if self.looks:
@@ -241,7 +241,7 @@ class Checkpointed:
         self._refuse_written()
         self._versions = []
         self._recompute.forget()
-        pack, unpack = hooks_of_checkpoint()
+        pack, unpack = _present_hooks()
         quiet = in_place_of(self._recompute.engine.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
         hooks = saved_tensors_hooks(partial(self._pack_again, pack), unpack)
         with profiled(f"recomputation: {self._unit}"), quiet, self._buffers.restored(), _inside(self), hooks:
@@ -308,7 +308,7 @@ class Buffers:
         self._modules: list[nn.Module] = []
         self._places: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._copies: list[tuple[Tensor, Tensor | None, Tensor]] = []  # a buffer, its place, a copy of its values
-        self._large: list[tuple[str, Tensor, int]] = []
+        self._large: list[tuple[str, Tensor, int, Tensor]] = []  # a name, a buffer, its version and its place
         self._nbytes = 0
         for module in modules:
             self.add(module)
@@ -327,12 +327,15 @@ class Buffers:
                     place = None if is_traceable_wrapper_subclass(each) else each.detach()
                     self._copies.append((each, place, each.detach().clone()))
                 else:
-                    self._large.append((name, each, each._version))
+                    self._large.append((name, each, each._version, each.detach()))
 
     def written(self) -> str | None:
         """Returns the name of a large buffer that was written, and forgets the others; None without one."""
         large, self._large = self._large, []
-        return next((name for name, each, version in large if each._version != version), None)
+        written = (
+            name for name, each, version, place in large if each._version != version or not same_place(each, place)
+        )
+        return next(written, None)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -446,9 +449,7 @@ def _log_nothing(*args: Any, **kwargs: Any) -> None:
     """Takes the place of ``LightningModule.log`` in second runs: the first run has logged."""
 
 
-def hooks_of_checkpoint() -> Any:
-    """Returns the pack and unpack hooks of the checkpoint whose function runs."""
-    return top_saved_tensors_hooks()
+_present_hooks: Callable[[], Any] = top_saved_tensors_hooks  # there are some inside a checkpoint
 
 
 def is_checkpointed() -> bool:
