@@ -211,12 +211,15 @@ class Backward(WatchesEngine):
             if len(self.tasks) > 1 or not self._announced:
                 what = f"A backward within training_step adds to param.grad of {group.spans[index].name!r}"
                 refuse_freed(layer.block.parameters[index], what, "Call zero_grad() before this backward")
+            if hooked := has_accumulation_hooks(host):
+                # Transfers are applied in the order in which they are issued, and the hook finds all earlier gradients.
+                engine.gradients.end(last=False)
             complete = engine.gradients.arrived(layer, index, gradient)  # (7)
             engine.note_memory()
             if complete:
                 engine.gradients.drain(layer)
         # Outside of the lock, because this runs the user's hooks.
-        if has_accumulation_hooks(host):
+        if hooked:
             self.settle()  # a hook of an accumulated gradient runs before backward goes on, and finds no later gradients
         elif complete:
             engine.gradients.apply()

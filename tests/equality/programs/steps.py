@@ -730,6 +730,23 @@ class UsesANote(Module):
         self.scale = 1 / (1 + float(weight.grad.norm()))
 
 
+@program("backward: a hook of an accumulated gradient reads gradients that were accumulated before", IN_BACKWARD)
+class ReadsEarlier(Module):
+    """Gradients of residents, which arrive one by one, were not in ``p.grad`` yet if the hook's layer was complete."""
+
+    def __init__(self) -> None:
+        super().__init__(Stack())
+        self.net.shift = nn.Parameter(torch.zeros(16))
+        self.net.blocks[2].inner.weight.register_post_accumulate_grad_hook(self.scale)
+
+    def loss(self, batch: Tensor) -> Tensor:
+        return (self.net(batch) + self.net.shift).square().mean()  # type: ignore[no-any-return]
+
+    def scale(self, weight: nn.Parameter) -> None:
+        before = [self.net.shift, self.net.head.weight, self.net.blocks[2].outer.weight]
+        weight.grad.mul_(1 / (1 + sum(p.grad.norm() for p in before)))
+
+
 @program(
     "backward: gradients that a hook of another block changes if they are there",
     {**IN_BACKWARD, "bf16-mixed, k=1": 2, "backward, two epochs": 2},
