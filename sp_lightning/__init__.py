@@ -14,7 +14,6 @@ __all__ = [
     "FabricStrategy",
     "Plan",
     "PlannedLayer",
-    "SharedBase",
     "Stats",
     "StreamedTrainer",
     "SuperpipelineCallback",
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from sp_lightning.capabilities.experts.mxfp4 import load_mxfp4
     from sp_lightning.capabilities.experts.packed_stacks import pack_experts
     from sp_lightning.experimental.ranks.rank_order import rank_order_hook
-    from sp_lightning.experimental.sharing.shared_base import SharedBase
     from sp_lightning.tools.comparison.check import check
     from sp_lightning.tools.comparison.dial import dial
 else:

@@ -50,14 +50,12 @@ CAPABILITIES = {
     "capabilities.gpu_steps": "runs optimizer steps on the GPU, and keeps layers there with their optimizer state",
     "tools.planner": "the command line: plan, check, dial, rates",
     "experimental.ranks": "trains on several devices",
-    "experimental.sharing": "lets several trainings share one frozen base",
     "capabilities.tuning": "measures batches, chooses k, and has activations offloaded",
 }
 """The folders, as names of packages, and what each adds."""
 
 PUBLIC = {
     "FabricStrategy": "any_loop.fabric",
-    "SharedBase": "experimental.sharing.shared_base",
     "StreamedTrainer": "any_loop.transformers_trainer",
     "check": "tools.comparison.check",
     "dial": "tools.comparison.dial",
@@ -260,9 +258,7 @@ def is_declared(optimizer: Optimizer) -> bool:
 # ---------------------------------------------------------------------- tuning
 
 
-def make_tuner(
-    window: Window, engine: Engine, device: Device, log: logging.Logger, *, evicts: bool, alone: bool
-) -> BaseTuner:
+def make_tuner(window: Window, engine: Engine, device: Device, log: logging.Logger, *, evicts: bool) -> BaseTuner:
     """Returns the tuner, which chooses k between batches, and has activations offloaded if not all fit.
 
     Without ``tuning`` (fallback), the first plan stays, and ``activations="auto"`` keeps all activations.
@@ -273,13 +269,12 @@ def make_tuner(
         device: its device.
         log: the logger for choices.
         evicts: True to offload the oldest activations when not all activations fit.
-        alone: True if nothing else in this process uses the device's memory.
     """
     if window.auto or evicts:
         if is_installed("capabilities.tuning"):
             from sp_lightning.capabilities.tuning.tuner import Tuner
 
-            return Tuner(window, engine, device, log, window_too=window.auto, evicts=evicts, alone=alone)
+            return Tuner(window, engine, device, log, window_too=window.auto, evicts=evicts)
         log.info(
             "Superpipeline: k and activations stay as they are planned: sp_lightning/capabilities/tuning is not installed."
         )

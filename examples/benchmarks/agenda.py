@@ -105,7 +105,6 @@ GPU_TESTS: dict[str, tuple[str, ...]] = {
     "test_models.py": ("core/model",),
     "test_user_code.py": ("capabilities/activations", "capabilities/gpu_steps"),
     "test_steps_on_device.py": ("capabilities/gpu_steps",),
-    "test_sharing.py": ("capabilities/activations", "capabilities/gpu_steps", "experimental/sharing"),
     "test_fork.py": (),
     "test_cuda.py": ("capabilities/activations", "capabilities/tuning"),
     "test_delays.py": ("capabilities/activations", "capabilities/experts", "capabilities/gpu_steps"),

@@ -104,7 +104,7 @@ The strategy and its run:
   Lightning's loops and users call). The class in ``loops`` derives from the one in ``host_strategy`` (the methods that the
   trainer's set-up calls), which chooses Lightning's base class by the number of devices.
 - ``options`` has the options, and ``option_checks`` checks each.
-- ``run`` owns the objects of one run: its engine and its optimizers' steps. ``run_scope`` has the rules for runs in threads.
+- ``run`` owns the objects of one run: its engine and its optimizers' steps.
   ``host_memory`` says how much CPU memory a run can have. ``tuner`` is the interface by which windows and modes change.
 - ``group`` is the interface to the other processes that train the module. On one device there are no other processes.
 

@@ -10,7 +10,6 @@ from ``lightning`` also stands for its namesake in ``pytorch_lightning``. The cl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeGuard, TypeVar
 
@@ -105,26 +104,6 @@ def barrier_before_batches(trainer: Any, barrier: Callable[[], object] | None) -
         broadcast()
 
     vars(loop)[name] = together
-
-
-def look_at_loaders(trainer: Any, look: Callable[[str, Any], None]) -> None:
-    """Makes each loop call a function with its data loaders, before it iterates over them.
-
-    Lightning starts to iterate before any public hook runs.
-
-    Args:
-        trainer: the trainer.
-        look: called with the name of the loader hook, for example ``train_dataloader``, and with the result of the hook.
-    """
-    fitting = trainer.fit_loop
-    for loop in (fitting, fitting.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
-        vars(loop._data_source)["dataloader"] = partial(_looked_at, loop._data_source, look)
-
-
-def _looked_at(source: Any, look: Callable[[str, Any], None]) -> Any:
-    found = type(source).dataloader(source)
-    look(source.name, found)
-    return found
 
 
 def logged_step(trainer: Any) -> int:

@@ -30,7 +30,6 @@ from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from sp_lightning.trainer.compat import given_checkpoint_io, set_inherited, wraps_another
 from sp_lightning.trainer.group import ALONE, Group
 from sp_lightning.trainer.options import prepare_precision
-from sp_lightning.trainer.run_scope import current
 
 if TYPE_CHECKING:
     _Base = SingleDeviceStrategy
@@ -130,8 +129,6 @@ class HostStrategy(_Base):
     @parallel_devices.setter
     def parallel_devices(self, devices: Sequence[torch.device] | None) -> None:
         self._devices = list(devices or [])
-        if self._several:
-            current().check_devices()
         if self._devices:
             self._change_class()
 

@@ -181,7 +181,6 @@ class OptimizerSteps:
         run = self._run
         of_run = UpdateFacts(
             ranks=not run.group.alone,
-            shares_base=run.shares_base,
             tried=self._tried,
             needed=self._needed,
         )

@@ -58,7 +58,6 @@ from sp_lightning.trainer.host_memory import HostBudget, check_host
 from sp_lightning.trainer.optimizer_steps import OptimizerSteps
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.plan_text import cap_remarks, sentence
-from sp_lightning.trainer.run_scope import current
 from sp_lightning.trainer.tuner import BaseTuner
 from sp_lightning.trainer.user_hooks import UserHooks
 
@@ -148,13 +147,11 @@ class Run:
         self._autocast = autocast
         self.group = group
         self._log = log
-        self._scope = current()
-        budget = self._scope.begin(self, options, device)
         self._make_stepper = layer_stepper(options.optimizer_on)
         self._window = Window(
             options.k,
             options.k_prime,
-            budget,
+            options.gpu_memory,
             ranks=group.size,
             nodes=group.nodes,
             training=trains,
@@ -291,11 +288,6 @@ class Run:
 
     # ------------------------------------------------------------------ the engine
 
-    @property
-    def shares_base(self) -> bool:
-        """True if the run is a trial of a SharedBase."""
-        return self._scope.shares_base
-
     def may_step_on_gpu(self) -> bool:
         """Returns True if GPU memory has room for optimizer steps, for the advice to set ``optimizer_on`` after training."""
         return self._window.fits(replace(self.engine.plan, steps_on_device=True))
@@ -348,7 +340,7 @@ class Run:
             budget: the limit: bytes, a share of the free memory, or None.
 
         Raises:
-            RuntimeError: a step runs, or several devices or trials train.
+            RuntimeError: a step runs, or several devices train.
             ValueError: the model does not fit.
             BaseException: another error. The former limit stays after each error, and the engine is built with it.
         """
@@ -416,7 +408,7 @@ class Run:
             Bytes of weights that stay on the device, because tensors of user code view their memory.
 
         Raises:
-            RuntimeError: a step runs, the device is released already, or several devices or trials train.
+            RuntimeError: a step runs, the device is released already, or several devices train.
             MemoryError: the host has no memory for the layers that stay on the device.
             torch.OutOfMemoryError: at the end, the device has no memory for the slots.
         """
@@ -458,7 +450,7 @@ class Run:
             raise RuntimeError(
                 f"{what} was used inside of gpu_released(): the GPU is released already. Leave it first."
             )
-        if not self.group.alone or self.shares_base:
+        if not self.group.alone:
             raise RuntimeError(f"{what} needs a training of its own on one device. Use Trainer(devices=1).")
 
     def close(self) -> None:
@@ -519,13 +511,10 @@ class Run:
             device,
             self._log,
             evicts=self._activations.evicts,
-            alone=not self._scope.shares_base,
         )
 
     def _ties(self) -> list[Tie]:
         """Returns the weights that share memory with parameters and buffers of other modules."""
-        if self.shares_base:  # trials share frozen weights by design
-            return []
         return ties_elsewhere(self.module, {id(parameter) for block in open_blocks() for parameter in block.parameters})
 
     def _refuse_ties(self) -> None:
@@ -595,12 +584,10 @@ class Run:
         self._stay = set()
 
     def _place(self, found: Found, plan: Plan) -> Placement:
-        """Returns the placement: of several devices, of a SharedBase, on the disk, or in this process's host memory."""
+        """Returns the placement: of several devices, on the disk, or in this process's host memory."""
         of_group = self.group.placement()
         if of_group is not None:
             return of_group
-        if self._scope.placement is not None:
-            return self._scope.placement
         if self._options.disk is None:
             return ONE_DEVICE
         accumulate = self.trainer.accumulate_grad_batches if self.trains else 0
@@ -616,7 +603,6 @@ class Run:
             autocast=self._autocast,
             gpu_layers=self._options.gpu_layers,
         )
-        find = self._scope.finds(self.module, find)  # a trial of a SharedBase puts its weights first in each layer
         found = find(layers=layers)
         plan = self._window.begin(found, device)
         is_limited = self.trains and self._window.room is not None
@@ -733,7 +719,6 @@ class Run:
         As with DistributedDataParallel, buffers are sent before the first step of training, and before each step that follows a
         training step.
         """
-        self._scope.step_begins()
         if self._must_send_buffers:
             self.group.send_buffers(self.module)
         # In manual optimization, Lightning's ddp sends buffers once: no backward that sums gradients follows within its forward.

@@ -22,7 +22,7 @@ from sp_lightning.core.device.lease import shared
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.model.wrapped import move
 from sp_lightning.core.torch_compat.modes import never_compiled
-from sp_lightning.core.torch_compat.patched import Patch, attributes_of, elsewhere, order_new_state, scope, state_of
+from sp_lightning.core.torch_compat.patched import Patch, attributes_of, order_new_state, state_of
 from sp_lightning.core.torch_compat.private import (
     has_global_step_hooks,
     remove_global_step_hooks,
@@ -96,7 +96,6 @@ class StepHooks:
         """Optimizers whose groups are divided by place while they step, with their user's groups, the keys of their state, and
         the states of random generators if only a declaration says that the step may be divided."""
         self._hooks_of: dict[Optimizer, list[RemovableHandle]] = {}  # hooks on single optimizers, while they step
-        self._scope = scope.get()
 
     @property
     def _engine(self) -> Engine:
@@ -119,13 +118,11 @@ class StepHooks:
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Returns True if a step belongs to another run, or this run is over. torch's hooks see the steps of all threads."""
         engine = self._engine_or_none()
-        if engine is None or elsewhere(self._scope):
+        if engine is None:
             return True
-        # Code outside the run's context has no scope, usually because user code has started a thread.
-        has_no_scope = scope.get() is None and self._scope is not None
-        if not has_no_scope and threading.get_ident() == engine.threads.main:
+        if threading.get_ident() == engine.threads.main:
             return False
-        # In all other threads and contexts, only the optimizer's weights tell which run the step belongs to.
+        # In all other threads, only the optimizer's weights tell which run the step belongs to.
         return not any(_is_ours(p, engine) for p in _parameters(optimizer))
 
     def _layerwise(self, optimizer: Optimizer) -> LayerwiseStep | None:

@@ -20,7 +20,6 @@ from sp_lightning.core.device.closing import close_all
 from sp_lightning.core.model.patterns import LayerChoice
 from sp_lightning.core.model.without_values import named_tensors
 from sp_lightning.core.plan.choices import ActivationChoice, Count, Overlap, Place, Share
-from sp_lightning.core.torch_compat.patched import scope
 from sp_lightning.trainer.callback import SuperpipelineCallback
 from sp_lightning.trainer.checkpoint_io import load
 from sp_lightning.trainer.compat import attach_callback, forget_module, trainer_of
@@ -37,7 +36,6 @@ from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.option_checks import by_name
 from sp_lightning.trainer.options import Options
 from sp_lightning.trainer.run import weight_in_step
-from sp_lightning.trainer.run_scope import current
 
 
 class StreamingStrategy(LoopStrategy):
@@ -155,7 +153,6 @@ class StreamingStrategy(LoopStrategy):
         self._attached: SuperpipelineCallback | None = (
             None  # the callback that this strategy has attached to the trainer
         )
-        self._made_in = scope.get()  # a trial of a SharedBase must use a strategy that was made in it
         super().__init__(options, device, accelerator, checkpoint_io, precision_plugin)
 
     def __repr__(self) -> str:
@@ -171,14 +168,7 @@ class StreamingStrategy(LoopStrategy):
 
     def connect(self, model: pl.LightningModule) -> None:
         """Connects the strategy to a module, and attaches the callback. The trainer calls this before all other methods."""
-        current().check_strategy(self._made_in)
         trainer = trainer_of(model)  # None if user code connects the strategy; the trainer connects it again
-        if trainer is not None:
-            try:
-                current().take_trainer(trainer, model)
-            except RuntimeError:
-                forget_module(self)  # the module may belong to another run, and the base class's teardown would move it
-                raise
         super().connect(model)
         if trainer is None or not self._options.callback:
             return

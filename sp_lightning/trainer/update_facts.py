@@ -47,7 +47,7 @@ def collect(
     """Collects the current facts. No update may be running, because an optimizer has another class while its updates run.
 
     Args:
-        of_run: the facts of the run, already set: ``ranks``, ``shares_base``, ``tried`` and ``needed``.
+        of_run: the facts of the run, already set: ``ranks``, ``tried`` and ``needed``.
         trainer: the trainer, with module, callbacks and precision plugin.
         options: the user's options.
         optimizers: the optimizers that step, as their users configured them.

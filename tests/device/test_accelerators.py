@@ -154,45 +154,6 @@ def test_budget_and_peak_are_what_torch_counts(xpu: Accelerator) -> None:
         asked.assert_called_once_with(torch.device("xpu", 0))
 
 
-def test_the_peak_of_a_trial_is_that_of_its_own_memory() -> None:
-    """torch counts for the process: trials took each other's memory for their activations, and windows shrank."""
-    one, other = accelerator("xpu"), accelerator("xpu")
-    now = most = 0
-
-    def allocate(nbytes: int) -> None:
-        nonlocal now, most
-        now += nbytes
-        most = max(most, now)
-
-    def reset(_: Any) -> None:
-        nonlocal most
-        most = now
-
-    counters: dict[str, Any] = {
-        "memory_allocated": lambda _: now, "max_memory_allocated": lambda _: most, "reset_peak_memory_stats": reset,
-    }  # fmt: skip
-    with mock.patch.multiple("torch.accelerator", **counters):
-        one.begin_turn(0)
-        allocate(100)
-        allocate(-40)
-        one.end_turn()
-        other.begin_turn(one.held)
-        allocate(1000)
-        allocate(-900)
-        other.end_turn()
-        assert (one.held, other.held) == (60, 100)
-        one.begin_turn()
-        assert one.peak_bytes() == 100
-        allocate(70)
-        assert one.peak_bytes() == 130
-        one.begin_peak()
-        allocate(-10)
-        assert one.peak_bytes() == one.most_bytes() == 130
-        one.end_turn()
-        other.begin_turn()
-        assert other.peak_bytes() == 1000
-
-
 @pytest.mark.parametrize("missing", [AttributeError("torch 2.9"), RuntimeError("not supported on this backend")])
 def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelerator, missing: Exception) -> None:
     refused = mock.Mock(side_effect=missing)

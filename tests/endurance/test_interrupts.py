@@ -28,7 +28,6 @@ import torch.nn.modules.module as torch_module
 from torch import Tensor, nn
 from torch.optim import optimizer as torch_optimizer
 
-import sp_lightning
 from sp_lightning import SuperpipelineStrategy
 from sp_lightning.core.engine.engine import Engine
 from sp_lightning.core.torch_compat.private import ENGINE_CALL
@@ -248,7 +247,6 @@ class Interrupts:
         self.chance = random.Random(seed)
         self.way = self.chance.choice(WAYS)
         self.precision = self.chance.choice(["32-true", "bf16-mixed"])
-        self.is_trial = self.chance.random() < 0.25
         self.stack: list[str] = []
         self.ended = ""
 
@@ -259,9 +257,6 @@ class Interrupts:
     def run(self) -> list[str]:
         """Trains. Returns what of the run is left, in words."""
         module = Module(Stack(4))
-        if self.is_trial:
-            for block in module.net.blocks:
-                block.inner.requires_grad_(False)
 
         def train() -> None:
             strategy = SuperpipelineStrategy(k=self.chance.choice([1, 2]), **self.way)
@@ -271,7 +266,7 @@ class Interrupts:
         before = things_of_the_process()
         signal.setitimer(signal.ITIMER_REAL, self.chance.uniform(0.01, 0.16))
         try:
-            (sp_lightning.SharedBase(module, max_trials=2).wrap(train) if self.is_trial else train)()
+            train()
         except BaseException as error:
             self.ended = f"{type(error).__name__}: {error}"[:200]
         finally:

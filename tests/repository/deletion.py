@@ -63,7 +63,6 @@ ASKED_FOR: dict[str, tuple[str, str]] = {
     "capabilities.gpu_steps": (FIT.format(options='optimizer_on="gpu"', devices=1), MISSING),
     "tools.planner": ("from sp_lightning.__main__ import main; main(['plan', 'os:getcwd'])", MISSING),
     "experimental.ranks": (FIT.format(options="", devices=2), MISSING),
-    "experimental.sharing": ("import sp_lightning; sp_lightning.SharedBase", MISSING),
     "capabilities.tuning": (FIT.format(options='k="auto"', devices=1), "works"),
 }
 """For each capability, a program that asks for it, and a text that the program prints or raises."""

@@ -35,7 +35,6 @@ TOP = ("pytorch_lightning", "_public", "__init__", "__main__")
 MAY_IMPORT_LIGHTNING = {
     "trainer",
     "experimental.ranks",
-    "experimental.sharing",
     "tools.comparison",
     "tools.planner",
     "any_loop",
@@ -311,7 +310,6 @@ def test_the_public_names_are_frozen() -> None:
         "FabricStrategy",
         "Plan",
         "PlannedLayer",
-        "SharedBase",
         "Stats",
         "StreamedTrainer",
         "SuperpipelineCallback",

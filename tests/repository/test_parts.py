@@ -76,6 +76,5 @@ def test_a_test_of_a_gpu_that_is_skipped_without_a_reason_fails(marks: Any, outc
 def test_all_tests_of_a_gpu_have_its_mark() -> None:
     """One that looks for CUDA itself would be skipped on a simulated GPU, too."""
     files = {path.name: path.read_text() for path in (ROOT / "tests/gpu").glob("test_*.py")}
-    del files["test_sharing.py"]
     assert not [name for name, text in files.items() if "is_available" in text]
     assert all("pytest.mark.gpu" in text for text in files.values())

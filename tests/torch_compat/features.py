@@ -60,8 +60,6 @@ FEATURES = {
         "tree_map": "steps on the GPU, and state of optimizers",
         "tree_flatten": 'activations="recompute"',
         "tree_unflatten": 'activations="recompute"',
-        "float32_precisions": "trials that share a base: settings that none may change",
-        "attention_order": "trials that share a base: settings that none may change",
         "MODULE_APPLY": "every run: metrics, and overridden Module.to and _apply",
         "moves_modules": "modules that are moved while gradients are freed, or on another device",
         "exchange_memory": "modules on the meta device (load_weights_from=)",

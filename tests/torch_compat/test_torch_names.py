@@ -139,7 +139,6 @@ def test_each_name_has_its_feature(file: str) -> None:
     ("holder", "attribute", "names"),
     [
         (torch._C, "_current_graph_task_id", {"current_graph_task"}),
-        (torch._C, "_get_fp32_precision_getter", {"float32_precisions"}),
         (torch.autograd.forward_ad, "_current_level", {"forward_mode_level"}),
         (torch.jit._recursive, "create_script_module", {"SCRIPTING"}),  # type: ignore[attr-defined]
     ],

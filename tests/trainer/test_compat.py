@@ -91,33 +91,6 @@ def test_logged_step() -> None:
     assert asked(lambda trainer: trainer.global_step, WithTwo(), 3) == [2, 4, 6]
 
 
-@pytest.mark.parametrize("method", ["fit", "validate", "test", "predict"])
-def test_look_at_loaders(method: str) -> None:
-    """All is looked at once, before it is iterated, whether it is given or a hook's."""
-    seen = dict[str, Any]()
-
-    class Loads(Small):
-        validation_step = test_step = Small.training_step  # type: ignore[assignment]
-
-        def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-            return batch
-
-        def val_dataloader(self) -> Any:
-            return Unread()
-
-    class Unread:
-        def __iter__(self) -> Any:
-            assert self in seen.values()
-            return iter(vectors(1))
-
-    given, trainer = Unread(), trainer_for("auto")
-    compat.look_at_loaders(trainer, lambda name, loaders: seen.update({name: loaders}))
-    getattr(trainer, method)(Loads(), None if method == "validate" else given)
-    name = {"fit": "train", "validate": "val"}.get(method, method)
-    assert set(seen) == {f"{name}_dataloader"} | ({"val_dataloader"} if method == "fit" else set())
-    assert (given in seen.values()) == (method != "validate")
-
-
 @pytest.mark.filterwarnings("ignore:.*will run with no optimizer:UserWarning")
 def test_is_no_optimizer() -> None:
     class Untrained(Small):

@@ -1,4 +1,4 @@
-"""Two runs at once, in two threads of one process, without a SharedBase: each is what it is alone."""
+"""Two runs at once, in two threads of one process: each is what it is alone."""
 
 from __future__ import annotations
 

@@ -42,7 +42,6 @@ class Tuner(BaseTuner):
         log: the logger for choices.
         window_too: True to choose k.
         evicts: True to offload the oldest activations if not all fit.
-        alone: True if nothing else in this process uses the device's memory.
     """
 
     def __init__(
@@ -54,14 +53,12 @@ class Tuner(BaseTuner):
         *,
         window_too: bool = True,
         evicts: bool = False,
-        alone: bool = True,
     ) -> None:
         super().__init__(window, engine)
         self._log = log
         self._device = device
         self._window_too = window_too
         self._activations = cast("UnitModes", engine.activations) if evicts else None
-        self._alone = alone
         self._batches = 0
         self._accumulate = 1  # the number of batches of an optimizer step
         self._doublings = Doublings(window)
@@ -142,9 +139,8 @@ class Tuner(BaseTuner):
         assert room is not None  # activations are offloaded only if there is a budget
         if free is None or window.free is None:  # on the CPU
             return room - self.engine.weight_bytes - kept()
-        if self._alone:  # window.free - free is what this process has allocated since set-up, workspaces included
-            return min(room - (window.free - free), free)
-        return min(room - self.engine.weight_bytes - kept(), free)
+        # window.free - free is what this process has allocated since set-up, workspaces included.
+        return min(room - (window.free - free), free)
 
     def stop_timing(self) -> None:
         """Reads the time and the stalls of the batch that is timed, which is over."""

@@ -59,9 +59,6 @@ class Accelerator(Device):
         super().__init__(device)
         self._side = {stream: _side_stream(device, stream) for stream in _SIDE}
         self._waits: list[tuple[Wait, torch.Event, torch.Event]] = []
-        # torch counts memory per process. If trials share the process: the bytes of the other trials, and the peak of this
-        # trial's earlier turns.
-        self._others = self._earlier = 0
         self._spare: list[tuple[torch.Event, torch.Event]] = []
 
     def _stream(self, stream: Stream) -> torch.Stream:
@@ -231,22 +228,10 @@ class Accelerator(Device):
 
     def peak_bytes(self) -> int | None:
         peak = self._counted("max_memory_allocated")
-        return None if peak is None else max(self._earlier, int(peak) - self._others)
+        return None if peak is None else int(peak)
 
     def reset_peak(self) -> None:
-        self._earlier = 0
         self._counted("reset_peak_memory_stats")
-
-    def begin_turn(self, others: int | None = None) -> None:
-        allocated = self._counted("memory_allocated")
-        if allocated is not None:
-            self._others = int(allocated) - self.held if others is None else others
-            self._counted("reset_peak_memory_stats")
-
-    def end_turn(self) -> None:
-        allocated = self._counted("memory_allocated")
-        if allocated is not None:
-            self._earlier, self.held = self.peak_bytes() or 0, int(allocated) - self._others
 
     def _counted(self, name: str) -> Any:
         """Calls a memory statistic of ``torch.accelerator``; returns None if the backend has none."""

@@ -147,7 +147,6 @@ class Device:
         background_threads: threads of an operator in the background. None: all threads of this process; with an accelerator,
             :data:`KERNEL_THREADS` fewer.
         steps: True if background work runs optimizer steps on the device.
-        held: bytes that a trial had allocated at the end of its last turn.
         check: called each tenth of a second while the host waits for an event, with the purpose of the wait. Raises an error if
             the event may never happen, because another process has failed. None for no call.
 
@@ -169,7 +168,6 @@ class Device:
         self.layer_names: Sequence[str] = ()
         self.background_threads: int | None = None
         self.steps = False
-        self.held = 0
         self.check: Callable[[Wait], None] | None = None
         self._background: BackgroundThread | None = None
         self._most = 0  # the highest peak_bytes before the last begin_peak
@@ -369,16 +367,6 @@ class Device:
 
     def reset_peak(self) -> None:
         """Sets the peak of :meth:`peak_bytes` to the memory that is allocated now."""
-
-    def begin_turn(self, others: int | None = None) -> None:
-        """Begins a trial's turn: :meth:`peak_bytes` counts the trial's own memory until :meth:`end_turn`.
-
-        Args:
-            others: bytes that other trials have allocated; None: all allocated bytes except :attr:`held`.
-        """
-
-    def end_turn(self) -> None:
-        """Ends a trial's turn: other trials allocate memory from now on."""
 
     def begin_peak(self, *, forget: bool = False) -> None:
         """Calls :meth:`reset_peak`, and keeps the old peak for :meth:`most_bytes`, except with ``forget``.

@@ -320,7 +320,7 @@ class Engine:
         """
         self.uses.calls.refuse_interrupted()
         watch(self.backward)  # other code may have restored the function that `watch` patches
-        return self.swap.changed() or any(layer.block.is_outdated for layer in self.layers)
+        return self.swap.changed()
 
     def thawed(self) -> bool:
         """Returns True if layers were unfrozen, so that there will be gradients that the plan does not count."""

@@ -109,7 +109,7 @@ class HostSource(BlockSource):
             if layer.kind is Kind.RESIDENTS:
                 engine.device.synchronize(layer.transfer, Wait.UPDATE_AFTER_RESIDENTS)
             # An optimizer, a hook or a callback may write the layer now. If an update is in flight, such code waits first.
-            if layer.owner.update is None and not layer.block.is_common:
+            if layer.owner.update is None:
                 engine.device.access(layer.block.weights, None, write=True)
 
     def invalidate(self, layers: Sequence[StreamedLayer]) -> None:

@@ -1,7 +1,7 @@
 """Placement: makes the parts of the engine that differ with the place of the weights and with the number of devices.
 
-``Run._place`` (``trainer/run.py``) chooses: ``RankPlacement`` (``ranks``) for several devices, the placement of a ``SharedBase``
-(``sharing``), ``FilePlacement`` or ``ScratchPlacement`` (``disk``) for weights in files, and otherwise :data:`ONE_DEVICE`.
+``Run._place`` (``trainer/run.py``) chooses: ``RankPlacement`` (``ranks``) for several devices,
+``FilePlacement`` or ``ScratchPlacement`` (``disk``) for weights in files, and otherwise :data:`ONE_DEVICE`.
 """
 
 from __future__ import annotations

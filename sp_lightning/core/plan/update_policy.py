@@ -100,7 +100,6 @@ class UpdateFacts:
             and others.
         on_cpu: True if the model computes on the CPU.
         ranks: True if several devices train.
-        shares_base: True if the run is a trial of a SharedBase.
         optimizers: the optimizers that step; empty if nothing is trained.
         batch: the facts that may change between two batches.
         against_background: why ``"auto"`` updates nothing in the background.
@@ -126,7 +125,6 @@ class UpdateFacts:
     against_both: str = ""
     on_cpu: bool = False
     ranks: bool = False
-    shares_base: bool = False
     optimizers: tuple[OptimizerFacts, ...] = (OptimizerFacts(),)
     batch: BatchFacts = BatchFacts()
     against_background: str = ""

@@ -45,8 +45,6 @@ class HostBlock:
         memory: the block itself.
         gradients: the memory for the parameters' gradients.
         absorbed_at: the value of :attr:`addresses` when the block last absorbed parameters.
-        is_common: True if other runs read the same memory, so that nobody may write it.
-        is_outdated: True if the engine has to be built again, because weights in memory of several runs are trained now.
 
     Args:
         layer: the parameters to absorb.
@@ -57,8 +55,6 @@ class HostBlock:
         pin: True to page-lock the memory for weights. Without effect if ``fetched_seldom`` is True.
         fetched_seldom: True for blocks that are rarely uploaded as a whole: masters and embedding tables.
     """
-
-    is_common = is_outdated = False
 
     def __init__(
         self,

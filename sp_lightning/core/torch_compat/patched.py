@@ -6,7 +6,6 @@ import threading
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
@@ -144,10 +143,9 @@ class WatchesEngine:
 
 @dataclass(frozen=True, eq=False)
 class _Watcher:
-    """An object to notify of calls that fail, with the scope and the thread in which :func:`watch` was called."""
+    """An object to notify of calls that fail, with the thread in which :func:`watch` was called."""
 
     watcher: weakref.ref[WatchesEngine]
-    scope: Any
     thread: int
 
 
@@ -155,15 +153,6 @@ _watchers: tuple[_Watcher, ...] = ()  # immutable, because other threads may ite
 _lock = threading.Lock()
 _calling: set[int] = set()
 """The threads in which a call of autograd's engine runs."""
-scope: ContextVar[Any] = ContextVar("scope", default=None)
-"""The run that the current code belongs to, if several runs are active in threads. Patches and hooks are shared by all runs of
-the process."""
-
-
-def elsewhere(other: Any) -> bool:
-    """Returns True if the current code certainly belongs to another run than ``other``. Returns False if one scope is None."""
-    current = scope.get()
-    return current is not None and other is not None and current is not other
 
 
 class Patch:
@@ -312,7 +301,7 @@ def watch(watcher: WatchesEngine) -> None:
     with _lock:
         for patch in _patches:
             patch.install()
-        _watchers = (*_others(watcher), _Watcher(weakref.ref(watcher), scope.get(), threading.get_ident()))
+        _watchers = (*_others(watcher), _Watcher(weakref.ref(watcher), threading.get_ident()))
 
 
 def unwatch(watcher: Any) -> None:
@@ -338,7 +327,7 @@ def _tell_of_nesting() -> None:
     here, threads = threading.get_ident(), {each.thread for each in _watchers}
     for each in _watchers:
         watcher = each.watcher() if len(threads) == 1 or each.thread == here else None
-        if watcher is not None and not elsewhere(each.scope):
+        if watcher is not None:
             watcher.nests()
 
 
@@ -349,7 +338,7 @@ def _in_graphs(inputs: Any) -> Any:
     """Returns the inputs of a call after :meth:`WatchesEngine.in_graph` of all watchers."""
     if not any(isinstance(each, GradientEdge) for each in inputs):
         return inputs
-    for watcher in [each.watcher() for each in _watchers if not elsewhere(each.scope)]:
+    for watcher in [each.watcher() for each in _watchers]:
         if watcher is not None:
             inputs = [watcher.in_graph(each) if isinstance(each, GradientEdge) else each for each in inputs]
     return tuple(inputs)
@@ -361,9 +350,7 @@ def _watched(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
         _tell_of_nesting()
     args = (*args[:_INPUTS], *map(_in_graphs, args[_INPUTS : _INPUTS + 1]), *args[_INPUTS + 1 :])
     before = [
-        (watcher, each.thread, list(watcher.tasks))
-        for each in _watchers
-        if (watcher := each.watcher()) is not None and not elsewhere(each.scope)
+        (watcher, each.thread, list(watcher.tasks)) for each in _watchers if (watcher := each.watcher()) is not None
     ]
     here = threading.get_ident()
     outermost = here not in _calling

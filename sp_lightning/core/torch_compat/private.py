@@ -156,34 +156,6 @@ tree_flatten = _pytree.tree_flatten
 tree_unflatten = _pytree.tree_unflatten
 """Returns a nested value from its leaves and its structure."""
 
-# ------------------------------------------------------------------------------------------------------------ settings
-
-# In the order of inheritance: an operation inherits the backend's setting for all operations, or the setting of all backends.
-_FLOAT32 = {
-    "torch.backends.fp32_precision": ("generic", "all"),
-    "torch.backends.cudnn.fp32_precision": ("cuda", "all"),
-    "torch.backends.mkldnn.fp32_precision": ("mkldnn", "all"),
-    "torch.backends.cuda.matmul.fp32_precision": ("cuda", "matmul"),
-    "torch.backends.mkldnn.matmul.fp32_precision": ("mkldnn", "matmul"),
-    "torch.backends.cudnn.conv.fp32_precision": ("cuda", "conv"),
-    "torch.backends.mkldnn.conv.fp32_precision": ("mkldnn", "conv"),
-    "torch.backends.cudnn.rnn.fp32_precision": ("cuda", "rnn"),
-    "torch.backends.mkldnn.rnn.fp32_precision": ("mkldnn", "rnn"),
-}
-
-
-def float32_precisions() -> dict[str, str]:
-    """Returns the precisions of float32 operations, by their public names. The legacy settings show in them, too.
-
-    The public getters raise errors if both kinds of settings were used.
-    """
-    return {name: torch._C._get_fp32_precision_getter(*place) for name, place in _FLOAT32.items()}
-
-
-attention_order: Callable[[], list[int]] = torch._C._get_sdp_priority_order
-"""Returns the order in which ``scaled_dot_product_attention`` tries its kernels. The public context ``sdpa_kernel`` only sets the
-order."""
-
 # -------------------------------------------------------------------------------------------------- storages, operators
 
 no_torch_functions: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunction
