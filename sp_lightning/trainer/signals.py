@@ -109,8 +109,8 @@ class DeferredSignals:
     def arrived(self, handler: Callable[..., Any], number: int, frame: FrameType | None) -> Any:
         """Notes a signal that has arrived. A second Ctrl-C runs the handler, so that a user can end a step that hangs.
 
-        Python calls this only when the main thread runs Python code, as it calls each handler on plain Lightning. Until then (in a
-        backward on a GPU, or a wait for a kernel), Ctrl-C pressed twice counts as once. Waits for other ranks end nevertheless:
+        Python calls this only when the main thread runs Python code, as it calls each handler on plain Lightning. Until then (in
+        a backward on a GPU, or a wait for a kernel), Ctrl-C pressed twice counts as once. Waits for other ranks end nevertheless:
         when a rank fails, or after the timeout of its process group.
         """
         if number == signal.SIGINT and self._deferred.pop(number, None) is not None:

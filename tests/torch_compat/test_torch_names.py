@@ -142,7 +142,7 @@ def test_each_name_has_its_feature(file: str) -> None:
         (torch.autograd.forward_ad, "_current_level", {"forward_mode_level"}),
         (torch.jit._recursive, "create_script_module", {"SCRIPTING"}),  # type: ignore[attr-defined]
     ],
-    ids=["a function", "inside of two functions", "inside of one", "a place"],
+    ids=["a function", "inside of one", "a place"],
 )
 def test_a_name_that_torch_lacks_is_found(
     holder: Any, attribute: str, names: set[str], monkeypatch: pytest.MonkeyPatch

@@ -27,7 +27,7 @@ class Engine:
     def __init__(self, layers: dict[int, Any]) -> None:
         self.later: list[Callable[[], None]] = []
         self.measured: list[Tensor] = []
-        self.updates = SimpleNamespace(stepper=LayerStepper())
+        self.stepper = LayerStepper()
         self.device = SimpleNamespace(access=lambda *_, **__: None, later=self.later.append)
         self.owners = Owners()
         norms = Norms()
