@@ -64,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def refuse_without_reason(items: list[pytest.Item]) -> None:
-    """Refuse a test that leaves the first tier, or the simulated device (``gpu``), without a word why."""
+    """Refuse a test whose mark moves it out of the first tier, or away from the simulated device (``gpu``), without a reason."""
     for item in items:
         for mark in (mark for name in ("rest", "long", "hours", "gpu") for mark in item.iter_markers(name)):
             if mark.name == "gpu" and not mark.args:

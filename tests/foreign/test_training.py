@@ -79,7 +79,7 @@ class Counts(Callback):
 def test_copies_and_waits_of_a_step(
     name: str, how: str, copies: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One download of gradients per layer, for which the CPU waits once, but for hooks on gradients."""
+    """Each layer's gradients take one download and one wait of the CPU; with hooks on gradients, each gradient does."""
     make, batches = NETS[name]
     counts = Counts(monkeypatch)
     strategy = SuperpipelineStrategy(k=1, activations="offload" if how == "offload" else "auto")

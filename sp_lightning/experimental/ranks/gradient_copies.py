@@ -7,8 +7,8 @@ An owner *publishes* a gradient: it copies the gradient to memory that the node'
 gets or sets ``param.grad``, and if another rank asks. The thread that looks for failures answers, so a rank may read what no
 other rank reads. Other ranks see the memory through a private view, as they see weights: what their code writes is their own.
 
-When gradients are closed, all ranks meet, and compare what user code has written, as for weights: they must have written the same
-values. The owner's are used.
+When gradients are closed, a collective compares the values that user code has written, as for weights: they must be the same on
+all ranks. The owner's values are used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Code that goes by the identity of weights: dictionaries, copies, exchanged tensors, and files that know shared memory.
+"""Code that depends on the identity of weights: dictionaries, copies, exchanged tensors, and files that detect shared memory.
 
 In a step modules hold other parameters than between steps, and all weights of a layer share memory.
 """
@@ -72,11 +72,11 @@ for put in (own_momentum, own_parameters):
     for manual in (False, True):
         identity(
             f"{put.__name__} put into an optimizer in a step{', manual' * manual}", USERS if manual else {**USERS, **FUSED},
-            covers="state_dict() goes by identity: there was a KeyError in the next checkpoint",
+            covers="state_dict() finds weights by identity: the next checkpoint raised a KeyError",
         )(partial(Momentum, manual=manual, start=and_saves(put), on_train_batch_end=looks_at_optimizer))  # fmt: skip
 identity(
     "state put into an optimizer between forward and backward", {**USERS, **FUSED}, accumulate_grad_batches=2,
-    covers="the next checkpoint comes before the next step",
+    covers="the next checkpoint is saved before the next step",
 )(partial(Momentum, after_forward=own_momentum, on_train_batch_end=looks_at_optimizer))  # fmt: skip
 
 

@@ -21,7 +21,7 @@ STAY = "off, 2 stay, simulated"
 
 
 class Distance(torchmetrics.Metric):
-    """As FID: a metric that holds a network, and whose states are no buffers."""
+    """Like FID: a metric that holds a network, and whose states are not buffers."""
 
     def __init__(self) -> None:
         super().__init__()
