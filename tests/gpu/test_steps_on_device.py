@@ -82,9 +82,14 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 FOR_GPUS = {"AdamW, capturable": "an option for GPUs alone"}
 
 
-@pytest.mark.parametrize("mode", ["off", "forward"])
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=pytest.mark.gpu(*filter(None, [FOR_GPUS.get(each)]))) for each in OPTIMIZERS]
+    ("name", "mode"),
+    [
+        pytest.param(each, mode, marks=pytest.mark.gpu(*filter(None, [FOR_GPUS.get(each)])))
+        for each in OPTIMIZERS
+        for mode in ("off", "forward")
+        if mode == "off" or each not in ("ASGD", "Adafactor", "Muon")  # refused
+    ],
 )
 def test_every_optimizer_steps_as_on_plain_lightning(name: str, mode: str) -> None:
     assert_plains(lambda: Stepped(OPTIMIZERS[name]), vectors(), mode, precision="bf16-mixed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 from sp_lightning.__main__ import main
 from sp_lightning.tools.planner.cpu_seconds import muon_flops
+from sp_lightning.tools.planner.host import HostStep, on_device
 
 
 def test_muons_products_are_counted_as_torch_multiplies() -> None:
@@ -22,6 +24,13 @@ def test_muons_products_are_counted_as_torch_multiplies() -> None:
     with FlopCounterMode(display=False) as counter:
         optimizer.step()
     assert muon_flops(matrices) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("kind", "overlap"), [(torch.optim.Muon, "off"), (torch.optim.AdamW, "forward")])
+def test_what_reads_settings_in_each_step_overlaps_with_nothing_on_the_gpu(kind: Any, overlap: str) -> None:
+    question: Any = SimpleNamespace(stores_16_bits=False, mode="forward", tflops=1.0)
+    step = HostStep("", (kind([torch.nn.Parameter(torch.ones(2, 2))]),), "off")
+    assert on_device(step, question).overlap == overlap
 
 
 @pytest.mark.long(

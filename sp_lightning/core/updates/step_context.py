@@ -50,7 +50,7 @@ def compiles(optimizer: Any) -> bool:
 
 def reads_settings(optimizer: Any) -> bool:
     """Returns True if each step of one of torch's optimizers depends on the process's settings, and not only its first one."""
-    return type(optimizer).__name__ in _READ_SETTINGS and type(optimizer).__module__.startswith("torch.optim.")
+    return type(optimizer).__name__ in _READ_SETTINGS and type(optimizer).__module__.startswith("torch.optim")
 
 
 class StepContext:

@@ -14,7 +14,7 @@ from sp_lightning.core.plan.ledger import Ledger, Steps, has_known_state, make_l
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.torch_compat.private import tree_leaves
 from sp_lightning.core.updates.fused import has_fused_step
-from sp_lightning.core.updates.step_context import compiles
+from sp_lightning.core.updates.step_context import compiles, reads_settings
 from sp_lightning.registry import needed_for
 from sp_lightning.tools.planner.arguments import Overlap, Question
 from sp_lightning.tools.planner.cpu_seconds import EIGHT_BITS_SECONDS, NORM_SECONDS, PIECES_SECONDS, muon_flops
@@ -79,8 +79,9 @@ def on_device(step: HostStep, question: Question) -> HostStep:
         )
     # With weights of 16 bits ("bf16-true"), Lightning sets torch's default dtype to 16 bits during the forward. A step that runs
     # at the same time would create the optimizer's new tensors in that dtype, unlike a step of plain Lightning. So the step does
-    # not overlap.
-    overlap = "off" if question.stores_16_bits else beside(step.optimizers, question.mode)
+    # not overlap. Nor do those that read it in each step.
+    alone = question.stores_16_bits or any(map(reads_settings, step.optimizers))
+    overlap = "off" if alone else beside(step.optimizers, question.mode)
     return replace(step, overlap=overlap, on_device=True, seconds=seconds, why=why)
 
 
