@@ -13,7 +13,7 @@ on the host between steps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -126,15 +126,6 @@ class _Buffers(dict[str, Any]):
         return dict, (dict(self.items()),)
 
 
-class _Mask(NamedTuple):
-    """A mask on both devices, with the versions at which both had the same values."""
-
-    host: Tensor
-    host_version: int
-    sent: Tensor
-    sent_version: int
-
-
 class PrunedWeights:
     """The masks and products of all pruned modules. If the model computes on the host, they are not copied.
 
@@ -151,24 +142,25 @@ class PrunedWeights:
             for hook in forward_pre_hooks(child).values()
             if isinstance(hook, BasePruningMethod)
         ]
-        # By module and name of the weight.
-        self._masks: dict[tuple[nn.Module, str], _Mask] = {}
+        # By module and name of the weight, while a step runs: the mask on the host, and its copy on the device.
+        self._sent: dict[tuple[nn.Module, str], tuple[Tensor, Tensor]] = {}
         self.hold_host()
 
     def hold_device(self) -> None:
-        """Puts the masks on the device when a step begins or continues. Copies only masks written since the last copy."""
+        """Puts the masks on the device when a step begins or continues.
+
+        All of them are copied in each step, and back after it, because a write through ``.data`` changes no version.
+        """
         for module, name in self._pruned:
             host = module._buffers.get(f"{name}_mask")
             if host is None:  # the user has made the pruning permanent
                 continue
-            mask = self._masks.get((module, name))
-            if mask is None or mask.host is not host or mask.host_version != host._version:
-                with no_inference_mode(), torch.no_grad():
-                    whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
-                    flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
-                    sent = strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
-                mask = self._masks[module, name] = _Mask(host, host._version, sent, sent._version)
-            module._buffers[f"{name}_mask"] = mask.sent
+            with no_inference_mode(), torch.no_grad():
+                whole = host.detach().clone()  # dense memory, whatever the strides of the user's tensor
+                flat = strided(whole, 0, torch.uint8, (whole.nbytes,), (1,))
+                sent = strided(self._device.send(flat), 0, whole.dtype, whole.shape, whole.stride())
+            self._sent[module, name] = host, sent
+            module._buffers[f"{name}_mask"] = sent
 
     def hold_host(self) -> None:
         """Puts masks and products on the host, after a step that has ended or was interrupted."""
@@ -176,17 +168,12 @@ class PrunedWeights:
             present = module._buffers.get(f"{name}_mask")
             if present is None:
                 continue
-            mask = self._masks.get((module, name))
-            if mask is None or mask.sent is not present:  # user code has set another mask
-                module._buffers[f"{name}_mask"] = self._device.receive(present)
-            else:
-                if mask.sent._version != mask.sent_version:  # user code has written the mask in the step
-                    with no_inference_mode(), torch.no_grad():
-                        mask.host.copy_(self._device.receive(present))
-                    self._masks[module, name] = mask._replace(
-                        host_version=mask.host._version, sent_version=mask.sent._version
-                    )
-                module._buffers[f"{name}_mask"] = mask.host
+            host, sent = self._sent.pop((module, name), (present, None))
+            mask = self._device.receive(present)
+            if present is sent:  # else user code has set another mask
+                with no_inference_mode(), torch.no_grad():
+                    mask = host.copy_(mask)
+            module._buffers[f"{name}_mask"] = mask
             product = vars(module).get(name)
             if isinstance(product, Tensor):
                 vars(module)[name] = self._device.receive(product.detach()).requires_grad_(product.requires_grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -168,34 +169,29 @@ class Taught(Module):
         return (self.net(batch) - wanted.roll(1, 0)).square().mean()
 
 
-def sent_once(ours: Any) -> None:
-    """Nobody has written the masks: the second batch finds them on the device."""
-    one, two, *_ = ours.module.noted
-    assert one == two
-
-
 class Pruned(Module):
-    """Prunes before training, writes a mask in place, prunes once more, makes one pruning permanent."""
+    """Prunes before training, writes a mask in place or through ``.data``, prunes once more, makes one pruning permanent."""
 
-    def __init__(self, when: str) -> None:
+    def __init__(self, when: str, *, data: bool = False) -> None:
         super().__init__(Stack())
-        self.when = when
-        self.noted: list[Any] = []
+        self.when, self.data = when, data
         self.linear = [each for each in self.net.modules() if isinstance(each, nn.Linear)]
         for each in self.linear:
             prune.l1_unstructured(each, "weight", 0.3)
 
+    def write(self, row: int) -> None:
+        mask: Any = self.linear[1].weight_mask
+        with torch.no_grad():
+            (mask.data if self.data else mask)[row] = 0
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.noted.append([each.weight_mask.data_ptr() for each in self.linear if hasattr(each, "weight_mask")])
         if self.when == "in a step" and batch_idx in (1, 2):
-            with torch.no_grad():
-                self.linear[1].weight_mask[batch_idx] = 0
+            self.write(batch_idx)
         return super().training_step(batch, batch_idx)
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self.when and batch_idx == 0:
-            with torch.no_grad():
-                self.linear[1].weight_mask[0] = 0
+            self.write(0)
         if self.when and batch_idx == 1:
             prune.l1_unstructured(self.linear[0], "weight", 0.3)
         if self.when and batch_idx == 2:
@@ -208,9 +204,13 @@ def rows_are_masked(ours: Any) -> None:
     assert not mask[: 3 if ours.module.when == "in a step" else 1].any()
 
 
-for when in ("", "between steps", "in a step"):
+for when, data in product(("between steps", "in a step"), (False, True)):
     buffers(
-        f"masks {f'written {when}' if when else 'that nobody writes'}", tiers(rest=["keep, k=1, simulated"]), validated=False,
+        f"masks written {when}{' through .data' if data else ''}", tiers(rest=["keep, k=1, simulated"]), validated=False,
         covers="masks are the device's within a step, and the host's after it", batches=partial(vectors, 5),
-        also=rows_are_masked if when else sent_once,
-    )(partial(Pruned, when))  # fmt: skip
+        also=rows_are_masked,
+    )(partial(Pruned, when, data=data))  # fmt: skip
+buffers(
+    "masks that nobody writes", tiers(rest=["keep, k=1, simulated"], long=["users, k=1, simulated"]), batches=partial(vectors, 5),
+    covers="masks are the device's within a step, and the host's after it",
+)(partial(Pruned, ""))  # fmt: skip
