@@ -81,6 +81,9 @@ class WritesLater(nn.Module):
         return x + torch.sigmoid(z).mul(2).add_(1)
 
 
+_unused: list[Tensor] = []
+
+
 class WrittenBetween(nn.Module):
     """Saves a tensor, writes it, and saves it again; nobody asks for the gradient of the first use."""
 
@@ -91,7 +94,7 @@ class WrittenBetween(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y = x.detach().tanh()
-        self.unused = self.scale * y
+        _unused[:] = [self.scale * y]
         y.add_(1)
         return x + torch.tanh(self.inner(x)) + self.scale * y
 

@@ -93,6 +93,23 @@ class RaisesInBackward(Block):
 
 
 @refused(
+    "a weight written in the layer's backward",
+    "Unrepeatable: 'inner.weight' of 'net.blocks.4' has been modified by an inplace operation", of=twice, repairable=False,
+    covers="the second run has saved it before; plain Lightning raises autograd's error",
+)  # fmt: skip
+class WritesInBackward(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.inner(x)
+        if inner.requires_grad:
+            inner.register_hook(self.write)
+        return x + torch.tanh(inner)
+
+    def write(self, gradient: Tensor) -> None:
+        with torch.no_grad():
+            self.inner.weight.mul_(0.9)
+
+
+@refused(
     "a forward that catches every exception", "AssertionError: .*'net.blocks.4' ran again in backward", of=twice,
     variant="recompute", covers="torch ends the second run by an exception",
 )  # fmt: skip
