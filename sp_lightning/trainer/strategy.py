@@ -63,7 +63,7 @@ class StreamingStrategy(LoopStrategy):
 
             - ``"auto"``: kept; if GPU memory gets full, the oldest are offloaded (on the CPU without ``gpu_memory``: kept).
             - ``"keep"``: in GPU memory.
-            - ``"recompute"``: activation checkpointing. Prints in a layer, and hooks on modules inside a layer, run twice.
+            - ``"recompute"``: torch's checkpoint around each layer. Prints, and hooks on modules inside a layer, run twice.
             - ``"offload"``: copied to host memory and back.
             - a mapping from patterns of layer names to modes; the first match decides (``{"encoder.**": "offload"}``).
 

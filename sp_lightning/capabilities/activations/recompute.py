@@ -351,9 +351,9 @@ class Buffers:
             now._put()
 
     def _put(self) -> None:
-        for place, buffers in self._places:
-            place.clear()
-            place.update(buffers)
+        for held, buffers in self._places:
+            held.clear()
+            held.update(buffers)
         tensors = tuple(each for each, _, _ in self._copies)
         with no_inference_mode(), no_dispatch_modes(), torch.no_grad(), preserve_version_counter(tensors):
             for tensor, memory, values in self._copies:
