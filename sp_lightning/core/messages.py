@@ -40,8 +40,8 @@ HIDDEN_READ = (
 
 KEPT_VIEW = (
     "Superpipeline: code keeps a view of a weight beyond the step in which it was taken (.data, .detach(), weight[0]). The view "
-    "and the weight have separate memory between steps: a write to one of them reaches the other when the next step begins, and "
-    "never after the run. All values are compared in each step. Keep the parameter, or view.clone()."
+    "shows the weight's new values in the next step, and its layer stays on the GPU. Write through the module, not through the "
+    "view: such a write is an error or is lost. Keep the parameter, or view.clone()."
 )
 KEPT_MEMORY = (
     "Superpipeline: a weight was given memory that other code holds, too (param.data = other). Its values were copied: later "

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from sp_lightning.core.model.digests import digest
 from sp_lightning.core.model.wrapped import parts
-from sp_lightning.core.weights.writes import digest
 from sp_lightning.trainer.checkpoint_io import BESIDE_AVERAGES
 
 FROZEN = "superpipeline_frozen"

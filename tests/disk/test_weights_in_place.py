@@ -24,7 +24,7 @@ from sp_lightning.capabilities.disk import tier as disk_tier
 from sp_lightning.capabilities.disk.file_source import FileSource
 from sp_lightning.capabilities.disk.state_placement import choose_in_files
 from sp_lightning.capabilities.disk.weights_in_files import FileBlock, FilePlace, WeightReader, identity_of, place_of
-from sp_lightning.core.weights.writes import digest
+from sp_lightning.core.model.digests import digest
 from sp_lightning.trainer import host_memory
 from tests.support.models import Module, Stack, llama, vectors
 from tests.support.on_disk import in_file, in_memory, stay

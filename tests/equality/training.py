@@ -59,10 +59,6 @@ def plain(name: str, case: Case, variant: Variant) -> Outcome:
     return _plain[key]
 
 
-def _checkpointed(make: Make, mode: Any, layers: Any) -> pl.LightningModule:
-    return checkpointed(make(), mode, layers)
-
-
 def ours(case: Case, variant: Variant) -> tuple[Outcome, SuperpipelineStrategy]:
     """The run under test."""
     with _memory(variant), _disk(variant) as disk, getattr(case, "inside", nullcontext)() as inside:

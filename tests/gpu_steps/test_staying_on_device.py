@@ -20,7 +20,6 @@ from sp_lightning.core.device.device import Stream, Wait
 from sp_lightning.core.engine.host_source import HostSource
 from sp_lightning.core.weights.gradients import Gradients
 from sp_lightning.core.weights.layer import Kind, Slot, StreamedLayer
-from sp_lightning.core.weights.write_guard import guard_of
 from tests.support.engine import Slots
 from tests.support.models import Module, Stack, vectors
 from tests.support.nets import Stepped, on_device
@@ -330,8 +329,7 @@ HOST_HAS_WORK: dict[str, Callable[[Any, Any], tuple[Any, str, Any]]] = {
     "only rows are uploaded": lambda source, layer: (layer, "rows", object()),
     "casts are out of date": lambda source, layer: (type(layer.casts), "current", False),
     "the slot has to be filled again": lambda source, layer: (layer.slot, "stale", True),
-    "user code views the slot": lambda source, layer: (guard_of(layer), "views", True),
-    "its views may write the slot": lambda source, layer: (guard_of(layer), "digests", object()),
+    "user code views the slot": lambda source, layer: (layer, "views", True),
     "weights are on a disk": lambda source, layer: (layer.block, "memory", type("OnDisk", (), {"use": None})()),
     "weights were given other memory": lambda source, layer: (type(layer.block), "displaced", [0]),
     "a weight has another dtype": lambda source, layer: (layer.block, "retyped", {0: torch.ones(1)}),

@@ -157,16 +157,8 @@ def add_then_multiply(p: Any) -> None:
     p.data.mul_(0.5)
 
 
-def hold_and_put_back(p: Any) -> None:
-    before = p.data
-    p.data = torch.zeros_like(before)
-    p.data.sum()
-    p.data = before
-
-
 WRITES: list[Callable[[Any], None]] = [
     rebind, rebind_twice, multiply, copy_into, rebind_then_multiply, multiply_then_rebind, add_then_multiply,
-    hold_and_put_back,
 ]  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from sp_lightning.core.weights import writes
 from sp_lightning.core.weights.layer import Slot, StreamedLayer
 from sp_lightning.core.weights.ring import Slots
 from sp_lightning.core.weights.swap import ParameterSwap
-from sp_lightning.core.weights.writes import digest
+from sp_lightning.core.weights.writes import host_value
 from tests.support.simdevice import poison
 
 
@@ -83,13 +83,10 @@ def poisoned() -> Iterator[None]:
         reabsorb(self)
         return hide_one(self)
 
-    def hidden_digest(tensor: Tensor) -> str:
-        for block, memory in hidden.items():
-            offset = tensor.data_ptr() - memory.data_ptr()
-            if 0 <= offset < memory.nbytes:
-                span = next(span for span in block.planned.spans if span.offset == offset)
-                return digest(part(block.weights, span))
-        return digest(tensor)
+    def hidden_value(layer: StreamedLayer, index: int) -> Tensor:
+        if layer.block in hidden and index not in layer.block.retyped:
+            return part(layer.block.weights, layer.block.planned.spans[index])
+        return host_value(layer, index)
 
     with (
         mock.patch.object(Slots, "release", poisoned_release),
@@ -97,7 +94,7 @@ def poisoned() -> Iterator[None]:
         mock.patch.object(ParameterSwap, "to_host", show),
         mock.patch.object(HostBlock, "write", hidden_write),
         mock.patch.object(HostBlock, "reabsorb", hidden_reabsorb),
-        mock.patch.object(writes, "digest", hidden_digest),
+        mock.patch.object(writes, "host_value", hidden_value),
     ):
         yield
 

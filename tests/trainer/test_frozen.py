@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
 from safetensors.torch import load_file, save_file
 
-from sp_lightning.core.weights.writes import digest
+from sp_lightning.core.model.digests import digest
 from sp_lightning.trainer.frozen_weights import FROZEN
 from tests.support.models import Module, Stack, lora, tokens, vectors
 from tests.support.moments import At

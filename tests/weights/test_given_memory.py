@@ -1,25 +1,19 @@
-"""Weights over one memory, or written after the callbacks; and what given memory costs.
+"""Weights over one memory, or written after the callbacks.
 
 ``tests/equality/programs/views.py`` and ``writes.py`` have what user code does with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from sp_lightning.core.weights.layer import Kind, StreamedLayer
-from sp_lightning.core.weights.write_guard import guard_of
 from tests.support.engine import engine_of
 from tests.support.models import Module, Stack, vectors
 from tests.support.moments import At, multiply, net_of
@@ -112,47 +106,16 @@ def test_weights_written_after_the_callbacks_are_seen(where: str, simulation: An
 
 
 @pytest.mark.parametrize("k", [1, 8])
-def test_plain_code_has_no_write_guard(k: int) -> None:
-    """Nothing is downloaded and compared then."""
+def test_weights_of_plain_code_are_not_compared(k: int) -> None:
+    """Nothing is downloaded then."""
     found: list[Any] = []
 
     def look(trainer: Any, *_: Any) -> None:
-        found.extend(layer.guard for layer in engine_of(trainer.strategy).layers)
+        found.extend((layer.views, layer.parameters.written()) for layer in engine_of(trainer.strategy).layers)
 
     looks = Does(on_train_batch_start=look, on_before_backward=look, on_train_batch_end=look)
     strategy = superpipeline(k=k)
     fit(lambda: Module(net_of()), vectors(), strategy, callbacks=[looks], recorded="nothing")
     assert found
-    assert set(found) == {None}
+    assert set(found) == {(False, False)}
     assert strategy.stats().host_waits == 0
-
-
-UNKNOWN: dict[str, Callable[[Any, Any, Any], tuple[Any, str, Any]]] = {
-    "an update is under way": lambda writes, layer, slot: (layer.owner, "update", Future()),
-    "the CPU's was written": lambda writes, layer, slot: (StreamedLayer, "stale", True),
-    "the slot has to be filled again": lambda writes, layer, slot: (slot, "stale", True),
-    "the slot's views may write it": lambda writes, layer, slot: (guard_of(layer), "digests", object()),
-    "only rows are uploaded": lambda writes, layer, slot: (layer, "planned", replace(layer.planned, rows=(0,))),
-    "a table": lambda writes, layer, slot: (layer, "kind", Kind.TABLE),
-    "residents": lambda writes, layer, slot: (layer, "kind", Kind.RESIDENTS),
-    "the weight was handed out": lambda writes, layer, slot: (guard_of(layer), "diverged", {0}),
-    "it has another dtype": lambda writes, layer, slot: (guard_of(layer), "retyped", {0: torch.ones(1)}),
-}
-
-
-@pytest.mark.parametrize("why", UNKNOWN)
-def test_a_weight_is_not_compared_with_a_slot_that_may_have_other_values_than_the_host(why: str) -> None:
-    """Then it is written back, as before. Equal to the slot, it would be taken for the host's."""
-    found: list[set[int]] = []
-
-    def ask(m: At) -> None:
-        writes = engine_of(m.trainer.strategy).writes
-        slot = next(each for each in writes._slots.all if each.layer is not None)
-        given = {0: writes._slots.views(slot.layer, slot)[0].clone()}
-        found.append(writes._alike(slot, given))
-        owner, name, value = UNKNOWN[why](writes, slot.layer, slot)
-        with mock.patch.object(owner, name, value):
-            found.append(writes._alike(slot, given))
-
-    fit(lambda: At(after_forward=ask), vectors(1), superpipeline(k=1))
-    assert found == [{0}, set()]

@@ -32,12 +32,12 @@ WAYS = {
     )
     if (manual or written != "after step") and (taken, written) != ("after backward", "before backward")
 }
-# While a step runs, some writes are not detected (limits.md): those to the .data of a view, numpy's, a storage's, and those of
-# the host's weights, which modules hold after backward.
+# Some writes are not detected (limits.md): those to the .data of a view, numpy's, a storage's, and those of the host's weights,
+# which modules hold after backward.
 WAYS = {
     name: (kind, taken, written, manual)
     for name, (kind, taken, written, manual) in WAYS.items()
-    if not (kind in ("data of a view", "numpy", "storage") and written == "before backward")
+    if not (kind in ("data of a view", "numpy", "storage") and taken != "after backward")
     and not (kind == "data of a view" and (taken, written, manual) == ("after backward", "before step", True))
     and not (kind not in ("detach", "view", "parameters") and (taken, written) == ("after backward", "next batch"))
 }
@@ -45,7 +45,6 @@ FIRST = [
     "data, start, before step, manual",
     "detach, after forward, after step, manual",
     "data, start, batch end, automatic",
-    "numpy, start, next batch, automatic",
     "data of parameters, start, batch end, automatic",
 ]
 

@@ -26,11 +26,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 from sp_lightning.capabilities.disk.mapped_file import page_out
 from sp_lightning.core.device.layout import PAGE, bytes_of, whole_pages
 from sp_lightning.core.device.pages import pages_in_memory, was_written
+from sp_lightning.core.model.digests import digest_of_values, known_digests
 from sp_lightning.core.model.found import Layer
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.store.block_memory import BlockMemory
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.core.weights.writes import digest_of_values, known_digests
 from sp_lightning.trainer.part_files import identity_of
 
 

@@ -6,6 +6,7 @@ each slot is lent under a storage of its own.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import defaultdict
 from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
@@ -93,7 +94,7 @@ class Lease:
         self._id = storage_id(self._storage)
         self._views: dict[Hashable, list[Tensor]] = {}
         self._saved: dict[SavedView, Tensor] = {}
-        self._own = self._holders()  # the owners that belong to the lease itself; any others are users
+        self._own = self.holders()  # the owners that belong to the lease itself; any others are users
 
     @property
     def in_use(self) -> bool:
@@ -104,7 +105,7 @@ class Lease:
         """
         storage = self._storage
         tensors, objects, address = self._own
-        return (  # the same as _holders, inlined: this runs several times per layer call
+        return (  # the same as `holders`, inlined: this runs several times per layer call
             storage_use_count(self._id) != tensors
             or sys.getrefcount(storage) != objects
             or storage.data_ptr() != address
@@ -118,9 +119,24 @@ class Lease:
     def in_use_beside(self, own: int) -> bool:
         """Does the same as :attr:`in_use`, without counting ``own`` tensors that the caller has made."""
         tensors, objects, address = self._own
-        return self._holders() != (tensors + own, objects, address)
+        return self.holders() != (tensors + own, objects, address)
 
-    def _holders(self) -> tuple[int, int, int]:
+    def users(self) -> list[Tensor]:
+        """Returns the Python tensors over the memory, without the lease's own. It looks at all objects of the process.
+
+        Tensors that only C++ holds, as autograd does, are not among them.
+        """
+        own = {id(each) for views in ([self.memory], *self._views.values(), self._saved.values()) for each in views}
+        with torch.DisableTorchFunctionSubclass():
+            return [each for each in gc.get_objects() if issubclass(type(each), Tensor) and self._has(each, own)]
+
+    def _has(self, tensor: Tensor, own: Container[int]) -> bool:
+        try:
+            return id(tensor) not in own and storage_id(tensor.untyped_storage()) == self._id
+        except (RuntimeError, NotImplementedError, ValueError):  # it has no memory
+            return False
+
+    def holders(self) -> tuple[int, int, int]:
         """Returns how many tensors own the storage, how many references the storage object has, and the storage's address."""
         storage = self._storage
         return storage_use_count(self._id), sys.getrefcount(storage), storage.data_ptr()

@@ -165,7 +165,7 @@ an option: field, check, signature; where memory acts       ``trainer.options``,
                      given to another layer
 *held*               an object (a device parameter, a state) is still referenced by user code or a graph
 *noticed*            of a use of a weight: the parameter's class runs before the operation (``__torch_function__``)
-*exposed*            of a weight: user code may write it at any time, and no version counter would show that
+*exposed*            of a weight: user code has its ``.data`` in this use of the layer, and no version counter shows a write
 ``stale``            of a layer: version counters show a write on the host since the fetch. Of a slot: host weights of its layer
                      were written, or may have been, since the fetch. Tensors view the slot, so the next fetch of the layer
                      fills the same slot again
@@ -188,12 +188,11 @@ Three waits of the diagram:
 - ``FETCH_AFTER_USE``: the upload stream waits for ``slot.idle``, the event after the last kernel that read the slot, before (1).
 - ``USE_AFTER_FETCH``: compute waits for ``slot.filled``, the event after the transfer, in (2). This is the stall that k hides.
 - ``UPDATE_AFTER_FETCH``: before any code writes host weights, the host waits for the last transfer that reads them
-  (``layer.transfer``). Four methods of the core wait:
+  (``layer.transfer``). Three methods of the core wait:
 
   - ``HostSource.synchronize``: before optimizer steps, and before user code that may write weights.
   - ``Updating.before_early_update``: before an update in backward.
   - ``Uses.host_is_used``: before user code uses a captured host parameter in a step.
-  - ``WriteBack.write_back_replaced``: before weights that user code has given other memory are copied back.
 
 **Threads.** The engine's lock (``Engine.lock``) guards the engine's data. It is not held while user code runs.
 
@@ -227,9 +226,9 @@ In the rest of a step they hold device parameters. A foreign thread finds host p
   (``_HostParameterInStep`` in ``weights/swap.py``), which notices operations on them, and version counters show writes to them.
   Later fetches have the new values. If a weight was written on the host and on the device, (5) raises a ``RuntimeError``. So
   does a write on the host, or an optimizer's step, inside a call of the weight's layer (``Residency.renew``).
-- A write that no version counter shows (through ``.data``, a kept view, ``param.data = other``) needs
-  :class:`~sp_lightning.core.weights.write_guard.WriteGuard`. A layer has a guard only after user code has made such a write
-  possible.
+- What user code takes from a weight in a step (``.data``, a view) is for that step. After a read of ``.data``, the weight is
+  compared with the host's at the layer's release. ``param.data = other`` copies ``other``, and is a write in place. The rules are
+  in :mod:`~sp_lightning.core.weights.writes`.
 - The background thread writes host parameters while it runs an update. ``layer.update`` is set then, and a fetch of the layer
   waits for the update (``FETCH_AFTER_UPDATE``).
 - With ``optimizer_overlap="backward"``, an update in backward writes host weights and optimizer state of a layer whose gradients

@@ -147,6 +147,7 @@ class Engine:
             [AveragesOnDevice(average, device.device, lambda: self.swap.on_device) for average in averages],
             self.threads,
         )
+        self.writes.on_host = lambda: not self.swap.on_device
 
         self._graphs_before = compiled_graphs()
         self._module_calls: list[ModuleCall] = []

@@ -16,7 +16,6 @@ from sp_lightning.core.store.block import HostBlock, open_blocks
 from sp_lightning.core.store.block_memory import BlockMemory
 from sp_lightning.core.weights.layer import AllRows, Kind, StreamedLayer
 from sp_lightning.core.weights.ring import BlockSource, Staged
-from sp_lightning.core.weights.writes import keep_saved
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
@@ -96,7 +95,7 @@ class HostSource(BlockSource):
             type(layer.rows) is AllRows  # rows are taken from host memory
             and layer.casts.current  # otherwise the host casts again
             and (slot is None or not slot.stale)  # otherwise tensors view the slot, and user code may write it
-            and (layer.guard is None or not (layer.guard.views or layer.guard.digests is not None))  # the same
+            and not layer.views  # the same
             and all(type(block.memory).use is BlockMemory.use for block in blocks)  # otherwise read from a disk first
             and not any(block.displaced or block.retyped for block in blocks)  # user code has set param.data
         )
@@ -127,7 +126,7 @@ class HostSource(BlockSource):
         self.synchronize()  # `reabsorb` overwrites memory that uploads may read
         layer.leave_slot()  # views of the slot keep the old values, as views of the old memory do
         for index in displaced:
-            keep_saved(layer, index)  # before the block gets the new values
+            layer.parameters.give_place(index)
             layer.parameters.unversioned_writes[index] += 1
         block.reabsorb()
         if layer.owner is not layer:

@@ -26,7 +26,7 @@ from sp_lightning.core.torch_compat.private import (
     is_traceable_wrapper_subclass,
     top_saved_tensors_hooks,
 )
-from sp_lightning.core.weights.casts import SavedValues
+from sp_lightning.core.weights.casts import SavedPlace
 from sp_lightning.core.weights.device_parameter import DeviceParameter
 from sp_lightning.core.weights.layer import Kind, Rows, StreamedLayer
 
@@ -34,16 +34,15 @@ if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
 
 
-class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedValues | None, Rows]):
+class _Packed(tuple[StreamedLayer, int | None, int, SavedView | None, SavedPlace | None, Rows]):
     """A saved tensor that is in a slot: its place there. Fields:
 
     - layer.
     - which: the index of the weight that the tensor is, or is a view of; None for a cast, and for a view of ``.data``.
-    - version: the version of that weight when the tensor was saved; -1 for a cast.
+    - version: the version of that weight when the tensor was saved; 0 for a cast.
     - place: its place in the slot; None for a weight itself.
-    - values: for a view of a weight, or a cast, its :class:`SavedValues`. None for a weight itself. If a weight is given other
-      memory (``param.data = other``), plain autograd unpacks the new values of a saved weight, and the old values of a saved
-      view.
+    - given: for a view of a weight, or a cast, its :class:`SavedPlace`: it shows new casts, and ``param.data = other`` on the
+      host, which change no version. None for a weight itself, of which plain autograd unpacks the new values, too.
     - rows: the rows of the layer that the tensor needs; None for all rows.
     """
 
@@ -118,11 +117,13 @@ class SavedTensors:
                 return _Outer(outer[0](tensor), outer[1])
             if store is not None and address and (saved := store(tensor)) is not None:
                 return saved
-            return (
-                tensor if tensor.is_leaf and not _is_of_frozen_weight(tensor) else tensor.detach(),
-                tensor._version,
-                None if count is None else count(tensor),
-            )
+            held = None if count is None else count(tensor)
+            if tensor.is_leaf and not _is_of_frozen_weight(tensor):
+                return tensor, tensor._version, held
+            kept = tensor.detach()
+            if address == engine.residents.address:
+                engine.writes.saved[kept] = None
+            return kept, tensor._version, held
 
         _our_packs.add(pack)
         if outer is None:
@@ -143,13 +144,13 @@ class SavedTensors:
         group = layer.parameters
         index = which = group.at(offset)
         if which is None:  # a cast
-            version, values = -1, layer.casts.saved_values(offset)
+            version, given = 0, layer.casts.saved_place(offset)
         else:
-            version, values = group.counters[which]._version, group.present_values[which]
+            version, given = group.counters[which]._version, group.places[which]
             if tensor._version != version:  # a view of .data, for example, whose writes autograd does not check
                 which = None
         rows = None if layer.whole else layer.rows.saved_rows(index, tensor, offset)
-        return _Packed((layer, which, version, self._views[layer.layout].find(tensor, offset), values, rows))
+        return _Packed((layer, which, version, self._views[layer.layout].find(tensor, offset), given, rows))
 
     @never_compiled
     def _pack_weight(self, weight: Any) -> _Packed | _Kept:
@@ -181,30 +182,18 @@ class SavedTensors:
         return tensor
 
     def _unpack_from_slot(self, packed: _Packed) -> tuple[Tensor, int, int]:
-        """Returns a tensor of a slot, its weight's version when the tensor was saved, and the weight's version now.
-
-        If the slot does not have the saved values any more, the tensor is the copy that was kept of them.
-        """
-        engine = self.engine
-        layer, which, expected, place, values, rows = packed
+        """Returns a tensor of a slot, its weight's version when the tensor was saved, and the weight's version now."""
+        layer, which, expected, place, given, rows = packed
         group = layer.parameters
-        guard = layer.guard
-        if guard is not None and which is not None and (guard.exposed or guard.retyped):
-            # The weight may have another dtype now. A frozen weight's backward can use the old values, if they are kept. A
-            # trained weight's update would fail.
-            has_old_values = values is not None and values.copy is not None
-            if not has_old_values or layer.block.parameters[which].requires_grad:
-                group.refuse_exchanged(which)
+        # The weight may have another dtype now. The slot has the saved values nevertheless, which the backward of a frozen
+        # weight can use. A trained weight's update would fail.
+        if group.retyped and which is not None and layer.block.parameters[which].requires_grad:
+            group.refuse_exchanged(which)
         tensor = self._bring(layer, which, place, rows)
         # Includes writes of the host's weight: a hook may have written the weight while the layer is in use.
         version = expected if which is None else group.version_once_fetched(which)
-        # If the values in the slot are not the saved ones any more, the kept copy is used. Fetching the layer, above, may have
-        # made this copy.
-        if values is not None and values.copy is not None:
-            assert place is not None
-            with held(engine.lock):
-                engine.writes.left.compare()
-            tensor = values.recall(engine.device, place)
+        if given is not None and given.written and version == expected:
+            version += 1
         return tensor, expected, version
 
     def _bring(self, layer: StreamedLayer, which: int | None, place: SavedView | None, rows: Rows) -> Tensor:

@@ -483,8 +483,6 @@ class Residency:
             if not layer.whole and not layer.rows.complete:
                 self._complete(layer)
             return self.used[layer]
-        if self._bound_weights.replaced:
-            self._bound_weights.before_use(layer)
         if layer in self.resting:
             if not layer.stale:
                 layer.visits += not backward
@@ -589,7 +587,7 @@ class Residency:
         to the host.
         """
         slots = [slot for _, slot in pairs if slot.layer is not None and slot.layer.state is VIEWED]
-        if slots or self._bound_weights.left.noted:
+        if slots:
             self._bound_weights.write_back_viewed(slots)
         transfer = []
         try:

@@ -8,7 +8,6 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from sp_lightning.core.weights.layer import Kind, StreamedLayer
-from sp_lightning.core.weights.write_guard import drop_if_empty
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
@@ -124,6 +123,8 @@ class Step:
             engine.residents.invalidate()
         held_host = not engine.swap.on_device
         if held_host:
+            engine.writes.write_back_viewed(engine.residency.slots.all)  # an error if views were written meanwhile
+            engine.residents.write_back()
             engine.residency.renew_used()
             engine.swap.to_device()
         engine.residents.refresh()
@@ -285,13 +286,10 @@ class Step:
             engine.writes.write_back(layer)
         engine.writes.write_back_all(goes_on=self.running)
         engine.residents.write_back()
+        # From here on user code may write the host's weights, unseen. So what it has taken is not compared with them any more.
         for layer in engine.layers:
-            if layer.kind is Kind.RESIDENTS or layer in engine.residency.used:
-                continue
-            # No tensor is left through which user code could write.
-            if layer.guard is not None and not layer.guard.views:
-                layer.guard.exposed.clear()
-                drop_if_empty(layer)
+            if layer not in engine.residency.used:
+                layer.parameters.exposed.clear()
 
     # ------------------------------------------------------------------ it ends
 

@@ -475,7 +475,7 @@ class Uses:
         engine = self.engine
         engine.residency.end_call(layers, release=False)
         if residents and not engine.swap.on_device:
-            engine.residents.write_back()
+            engine.residents.write_back(noticed=True)
             engine.residents.group.notice_uses(True)
         if self.saves_raw() or not engine.swap.on_device:
             # Afterwards the parameters are stand-ins, so the next operation is noticed. This is necessary if autograd would save
@@ -553,7 +553,7 @@ class Uses:
                 if member in engine.residency.used:
                     engine.residency.renew(member)
                 # If a host parameter was given other memory, views of the slot keep the old values, so they are not renewed.
-                elif member.guard is not None and member.guard.views and not member.block.displaced:
+                elif member.views and not member.block.displaced:
                     member.invalidate()
                     engine.residency.renew_views()
 
@@ -600,16 +600,15 @@ class Uses:
             if layer.stale and layer in engine.residency.used and not engine.swap.on_device:
                 engine.residency.renew(layer)
 
-    def replacing(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
-        """Prepares ``param.data = value``: graphs that saved views of the weight keep its old values.
+    def give(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
+        """Carries out ``param.data = value`` for a weight of an attached layer. See :meth:`WriteBack.give`.
 
         Raises:
-            RuntimeError: the value is in the memory of another parameter, or has other strides.
+            RuntimeError: the value is in the memory of another parameter; or see :meth:`WriteBack.give`.
         """
-        engine = self.engine
-        with held(engine.lock):
+        with held(self.engine.lock):
             self._refuse_tying(layer, index, value)
-            engine.writes.replace(layer, index, value)
+            self.engine.writes.give(layer, index, value, again=bool(self.engine.backward.tasks))
 
     def _refuse_tying(self, layer: StreamedLayer, index: int, value: Tensor) -> None:
         """Raises a RuntimeError if a value that a weight is about to get is in the device memory of another weight."""

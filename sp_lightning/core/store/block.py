@@ -131,13 +131,16 @@ class HostBlock:
         name = self.planned.spans[index].name
         if (value.shape, value.dtype) != (target.shape, target.dtype):
             if value.shape == target.shape and not self._fetched_seldom:
-                # With its first dtype it is displaced, and the next fetch absorbs it.
-                if value.dtype is self.planned.spans[index].dtype:
+                if (
+                    value.dtype is self.planned.spans[index].dtype
+                ):  # its place in the block is the parameter's memory again
                     self.retyped.discard(index)
+                    self._make_view(index)
+                    self.write(index, value)
                 else:
                     self.retyped.add(index)
-                with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # without its role, as below
-                    target.data = value.to("cpu", copy=True)
+                    with no_inference_mode(), torch.DisableTorchFunctionSubclass():  # without its role, as below
+                        target.data = value.to("cpu", copy=True)
                 return True
             raise RuntimeError(
                 f"Parameter {name!r} is {target.dtype} of shape {tuple(target.shape)} and was given {value.dtype} of shape "
@@ -186,7 +189,7 @@ class HostBlock:
             index for index in displaced if (storage := self._storages[index]) is not None and not storage.expired()
         ]
         in_block = [index for index in range(len(self.parameters)) if index not in self.retyped]
-        if still_viewed and any(self._is_viewed(index) for index in in_block if index not in displaced):
+        if still_viewed and any(self.is_viewed_at(index) for index in in_block if index not in displaced):
             for index in still_viewed:
                 self._move_old_values(index)
         elif still_viewed:
@@ -199,21 +202,13 @@ class HostBlock:
             self._absorb(index, self.memory.seen)
         self.absorbed_at = self.addresses
 
-    def detach_views(self, index: int) -> None:
-        """Moves other tensors that view a weight to memory of their own. The parameter gets a new storage in the block.
-
-        Called before the weight gets values that these tensors must not see (``param.data = other`` on the device).
-        """
-        if index not in self.retyped and self._is_viewed(index):
-            self._move_old_values(index)
-            self._make_view(index)
-
     @property
     def is_viewed(self) -> bool:
         """True if a tensor other than its parameter views the memory of a weight."""
-        return any(map(self._is_viewed, range(len(self.parameters))))
+        return any(map(self.is_viewed_at, range(len(self.parameters))))
 
-    def _is_viewed(self, index: int) -> bool:
+    def is_viewed_at(self, index: int) -> bool:
+        """Returns True if a tensor other than its parameter views the memory of this weight."""
         with torch.DisableTorchFunctionSubclass():
             return self._storages[index] is not None and shared(self.parameters[index])
 

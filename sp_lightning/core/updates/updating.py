@@ -14,8 +14,7 @@ from sp_lightning.core.messages import WRITTEN_IN_CALL
 from sp_lightning.core.torch_compat.modes import held
 from sp_lightning.core.weights.device_parameter import Untouched
 from sp_lightning.core.weights.gradient_roles import Norms, forget, free, has_gradient
-from sp_lightning.core.weights.layer import Kind, Slot, StreamedLayer
-from sp_lightning.core.weights.write_guard import drop_if_empty
+from sp_lightning.core.weights.layer import Kind, StreamedLayer
 
 if TYPE_CHECKING:
     from sp_lightning.core.engine.engine import Engine
@@ -117,17 +116,14 @@ class Updating:
         for member in layer.with_masters:
             # A prefetch of the layer may be in flight, although no call has used it.
             engine.residency.slots.synchronize(Wait.UPDATE_AFTER_FETCH, member)
-            viewed = _viewed(member)
-            if viewed is not None or member.parameters.is_exposed:
+            if member.parameters.exposed:  # a layer that user code still views is not updated early
                 with held(engine.lock):
                     engine.writes.write_back(member)
-                    if viewed is not None:
-                        engine.writes.take_digests(viewed)  # detects later writes of user code through its view
                 # Otherwise the layer's release would copy the device's values to the host, and overwrite the update.
-                if member.guard is not None:
-                    member.guard.exposed.clear()
-                    member.guard.replaced = {}
-                    drop_if_empty(member)
+                member.parameters.exposed.clear()
+            if engine.writes.given:
+                with held(engine.lock):
+                    engine.writes.compare_given(member, forget=True)
 
     def notice_uses(self, layer: StreamedLayer) -> None:
         """Notices, from now on, each use of the weights of a layer, or its masters, by user code."""
@@ -149,10 +145,7 @@ class Updating:
 
     def is_viewed(self, layer: StreamedLayer) -> bool:
         """Returns True if user code holds memory of a weight of the layer or its masters, on the host or the device."""
-        return any(
-            member.block.is_viewed or (member.guard is not None and member.guard.digests is not None) or _viewed(member)
-            for member in layer.with_masters
-        )
+        return any(member.block.is_viewed or _is_viewed(member) for member in layer.with_masters)
 
     def release_gradients(self, layer: StreamedLayer, parameters: Sequence[nn.Parameter]) -> None:
         """Frees the gradients of these parameters of a layer after their update, and the memory of the layer's gradients."""
@@ -170,10 +163,7 @@ class Updating:
                 forget(parameter)
 
 
-def _viewed(layer: StreamedLayer) -> Slot | None:
-    """Returns the layer's slot if user code has taken a view of it in this step and may keep it."""
-    slot = layer.slot
-    own = len(layer.parameters.all) if layer.state.attached else 0
-    if slot is None or (layer.guard is not None and layer.guard.digests is not None):  # views of earlier steps
-        return None
-    return slot if slot.lease.in_use_beside(own) else None
+def _is_viewed(layer: StreamedLayer) -> bool:
+    """Returns True if user code has taken a view of the layer's slot, in this step or before, and may keep it."""
+    own = len(layer.parameters.all) - len(layer.parameters.retyped) if layer.state.attached else 0
+    return layer.slot is not None and layer.slot.lease.in_use_beside(own)

@@ -7,8 +7,7 @@
   modules. ``buffers`` copies averages and masks of weights to the device and back. ``bound_weights`` makes device parameters
   views of slots, or stand-ins. ``roles``: classes that host parameters have for some time. Code that uses a host parameter runs
   the code of its role first.
-- ``writes``: copies weights that user code has written to the host, in three rules. ``write_guard``: what a layer records of user
-  code that may write its weights without a change of a version counter. It is a file of its own, because layers import it.
+- ``writes``: copies weights that user code has written to the host, and values that it gives to weights, in four rules.
 - ``residents``: the weights outside all layers, which are on the device during a step.
 - ``casts``, ``host_casts``: 16-bit copies that are uploaded in place of float32 weights. ``compiled_calls`` gives them to modules
   that ``torch.compile`` compiles.

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from torch import Tensor
-
 from sp_lightning.core.weights.layer import Slot, StreamedLayer
 from sp_lightning.core.weights.ring import Slots
 from sp_lightning.core.weights.states import RESTING
-from sp_lightning.core.weights.write_guard import drop_if_empty, guard_of
 from sp_lightning.core.weights.writes import WriteBack
 
 
@@ -25,39 +22,23 @@ class BoundWeights:
 
     Attributes:
         held: released layers whose device parameters a graph still holds.
-        replaced: released layers with weights in other memory, which user code holds.
-        left: memory that weights have left.
         write_back_viewed: called with viewed slots that are about to be overwritten, because writes through their views would be
-            lost, and if there is memory in ``left``.
+            lost.
     """
 
     def __init__(self, slots: Slots, writes: WriteBack) -> None:
         self._slots = slots
         self._writes = writes
         self.held: set[StreamedLayer] = set()
-        self.replaced = writes.replaced
-        self.left = writes.left
         self.write_back_viewed: Callable[[Iterable[Slot]], None] = writes.write_back_viewed
 
     # ------------------------------------------------------------------ a use begins
 
-    def before_use(self, layer: StreamedLayer) -> None:
-        """Called before a layer is used, if any layer is ``replaced``.
-
-        Copies to the host all weights of the layer that were written outside its slot (``param.data = other``).
-        """
-        for member in layer.with_masters:
-            self._writes.write_back_replaced(member)
-
     def fetched(self, layer: StreamedLayer) -> None:
-        """Records, after a transfer was issued, that the device has the host's present values.
-
-        If the slot is compared with digests, takes new digests.
-        """
+        """Records, after a transfer was issued, that the device has the host's present values."""
         layer.parameters.fetched()
-        if layer.guard is not None and layer.guard.digests is not None and layer.slot is not None:
+        if layer.views and layer.slot is not None:
             self._slots.wait_for_upload(layer.slot)  # user code that holds a view of the slot may read it at any time
-            self._writes.take_digests(layer.slot)
 
     def attach(self, layer: StreamedLayer, slot: Slot) -> None:
         """Makes the layer's device parameters views of its slot, with the class that does not notice uses.
@@ -93,11 +74,10 @@ class BoundWeights:
         Raises:
             RuntimeError: host and device have both written a weight. The slot is released nevertheless.
         """
-        guard = layer.guard
         try:
             if layer.state.attached:
                 self._detach(layer, slot)
-            elif guard is not None and guard.views:
+            elif layer.views:
                 # Only autograd has used the layer, so its device parameters are stand-ins. But user code may have written views
                 # from an earlier use.
                 self._writes.write_back_unattached(layer, slot)
@@ -106,9 +86,9 @@ class BoundWeights:
             if not layer.whole:
                 layer.casts.withdraw()
                 layer.rows.end_use()
-            if layer.guard is not None and not viewed:
-                layer.guard.drop_views()
-                drop_if_empty(layer)
+            if not viewed:
+                layer.views = False
+                layer.parameters.forget_views()
             if layer.fetched_by_use and viewed:
                 layer.parameters.casts = (
                     None  # user code may write the masters through a view, so casts may be out of date
@@ -119,20 +99,12 @@ class BoundWeights:
     def _detach(self, layer: StreamedLayer, slot: Slot) -> None:
         """Copies written weights to the host, and makes the device parameters stand-ins, which do not view the slot."""
         group, writes = layer.parameters, self._writes
-        replaced: dict[int, Tensor] = {}
         try:
-            if layer.guard is not None or self.left.noted or group.changed:
-                _, replaced = writes.write_back_slot(slot, held_is_compared_later=True)
+            if writes.given or group.written():
+                writes.write_back_slot(slot)
         finally:  # after an error as well
             if not group.detach():
                 self.held.add(layer)
-            if self.left.noted:
-                self.left.forget_dropped()
-        if replaced:  # user code has given weights other memory (param.data = other), and holds that memory
-            if not replaced.keys().isdisjoint(guard_of(layer).diverged):  # the slot has older values than that memory
-                writes.note_stale_views(slot, replaced)
-                layer.leave_slot()
-            writes.set_replaced(layer, replaced)
 
     def free_dropped(self) -> bool:
         """Frees device parameters that graphs held and have dropped. Returns True if a layer is not held any more."""

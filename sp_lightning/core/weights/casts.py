@@ -4,28 +4,19 @@ The masters stay on the host, as the user's parameters. Their casts, in autocast
 host block and in its slot. If a stand-in is given to a function that autocast runs in this dtype, the function gets the cast. For
 any other function the master is uploaded, like every offloaded weight. Only the function gets the cast; modules hold the master.
 
-A saved tensor of a slot is packed as its place in the slot, so that it has the present values when it is unpacked. Present values
-are right for a weight itself, and after writes in place. They are wrong if plain autograd would hold memory of its own:
-
-- a cast, because autocast makes a copy;
-- a view of a weight (such as the transpose that a linear layer saves), if the weight was given other memory later
-  (``param.data = other``).
-
-For these tensors, the graph holds :class:`SavedValues`, which keep the old values when new ones take their place.
+A saved tensor of a slot is packed as its place in the slot, so that it has the present values when it is unpacked. Plain autograd
+holds memory of its own for a cast, because autocast makes a copy, and raises no error if the master is written later. Here the
+cast is made again in its place, so the graph holds a :class:`SavedPlace`, which tells it: its backward raises autograd's error.
 """
 
 from __future__ import annotations
 
-import sys
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from sp_lightning.core.device.device import Device
-from sp_lightning.core.device.layout import ALIGNMENT, strided
-from sp_lightning.core.device.lease import SavedView
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from sp_lightning.core.torch_compat.modes import no_dispatch_modes, no_inference_mode
 from sp_lightning.core.torch_compat.private import is_batched, transforms_active
@@ -88,65 +79,17 @@ class Cast(torch.autograd.Function):
         return CastGradient(gradients[0].clone()), None
 
 
-class SavedValues:
-    """The values at one place of a layer's memory. Graphs that have saved some of these values hold this object.
+class SavedPlace:
+    """A place in a layer's memory from which graphs have saved tensors without a version counter. Those graphs hold this object.
 
-    The layer has a list of such objects for its present values. When new values take their place (:func:`keep_saved_values`), the
-    list gets a new object, and only graphs hold the old one.
-
-    Args:
-        begin: bytes from the start of the slot to the first value; a multiple of :data:`ALIGNMENT`.
+    Such tensors are casts, and views of a weight's ``.data``. When other values are given to the place (new casts;
+    ``param.data = other``), a new object takes the place of this one.
 
     Attributes:
-        begin: the argument.
-        copy: the values' bytes on the host, flat ``uint8``, after new values have taken their place; None before.
-        overwritten: the weight's name, if user code has written the weight's former memory since then; otherwise None.
+        written: True if other values were given to the place since then.
     """
 
-    def __init__(self, begin: int) -> None:
-        self.copy: Tensor | None = None
-        self.overwritten: str | None = None
-        self.begin = begin
+    __slots__ = ("written",)
 
-    def recall(self, device: Device, place: SavedView) -> Tensor:
-        """Returns the values that were at a place of the slot, in new device memory.
-
-        Raises:
-            RuntimeError: the values are ``overwritten``.
-        """
-        assert self.copy is not None
-        if self.overwritten is not None:
-            raise RuntimeError(
-                f"Parameter {self.overwritten!r} was given other memory (param.data = other) after a forward, and its memory of "
-                "before was written through a view (old = param.data). Backward needs the values of the forward. Write a copy: "
-                "old = param.data.clone()."
-            )
-        # The copy gets the alignment that the values had in the slot, because kernels are chosen by alignment.
-        ahead = place.offset % ALIGNMENT
-        last = sum((size - 1) * step for size, step in zip(place.shape, place.stride, strict=True))
-        source = self.copy[place.offset - ahead - self.begin :][: ahead + (last + 1) * place.dtype.itemsize]
-        memory = device.send(source)
-        return strided(memory, ahead, place.dtype, place.shape, place.stride)
-
-
-def are_saved(present: list[SavedValues], index: int) -> bool:
-    """Returns True if a graph that is still alive has saved some of these present values."""
-    return sys.getrefcount(present[index]) > _UNSAVED
-
-
-_one = [SavedValues(0)]
-_UNSAVED = sys.getrefcount(_one[0])
-"""The reference count if no graph holds the object. It differs between versions of Python."""
-
-
-def keep_saved_values(present: list[SavedValues], index: int, values: Tensor) -> None:
-    """Keeps present values for the graphs that have saved some of them, before new values take their place.
-
-    Args:
-        present: the layer's list.
-        index: the index of the values in the list.
-        values: their bytes, flat ``uint8`` on the host. No other code writes this memory.
-    """
-    if are_saved(present, index):
-        present[index].copy = values
-        present[index] = SavedValues(present[index].begin)
+    def __init__(self) -> None:
+        self.written = False

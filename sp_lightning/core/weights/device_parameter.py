@@ -43,7 +43,6 @@ from sp_lightning.core.torch_compat.private import (
     tree_map_only,
 )
 from sp_lightning.core.weights.casts import LOWERED_FUNCTIONS, Cast, autocast_would_cast
-from sp_lightning.core.weights.write_guard import guard_of
 
 Untouched = torch.DisableTorchFunctionSubclass  # in this context a stand-in itself is read, and no layer is fetched
 # The attributes of the tensor itself, which the properties of DeviceParameter hide.
@@ -101,10 +100,9 @@ class DeviceParameter(NoticesSwap, nn.Parameter):
     def data(self) -> Tensor:
         if self._of.engine.at_host():
             return self.host.data
-        # A write through .data changes no version, and may happen as long as user code holds the returned tensor.
         with self._of.present(self):
-            self._of.expose(self._index)
-            return tensor_data.__get__(self)
+            data: Tensor = self._of.hand_out(self._index)
+            return data
 
     @data.setter
     @never_compiled
@@ -115,10 +113,7 @@ class DeviceParameter(NoticesSwap, nn.Parameter):
             self.host.data = value
             return
         with self._of.present(self):
-            guard_of(self._of.layer).exposed.add(self._index)  # not `viewed`: the slot still has the host's values
-            if not same_place(value, tensor_data.__get__(self)):  # p.data += 1 assigns the same memory again
-                self._of.engine.replacing(self._of.layer, self._index, value)
-                tensor_data.__set__(self, value)
+            self._of.engine.give(self._of.layer, self._index, value)
 
     @property
     def grad(self) -> Tensor | None:

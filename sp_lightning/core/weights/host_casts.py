@@ -9,9 +9,10 @@ from torch import Tensor
 
 from sp_lightning.core.device.device import Device, Stream
 from sp_lightning.core.device.layout import part, versions
+from sp_lightning.core.device.lease import ALONE, references
 from sp_lightning.core.store.block import HostBlock
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.core.weights.casts import SavedValues, are_saved, keep_saved_values
+from sp_lightning.core.weights.casts import SavedPlace
 from sp_lightning.core.weights.layer import NoCasts, StreamedLayer
 
 
@@ -31,7 +32,7 @@ class Casts(NoCasts):
         self._device = device
         self._spans = list(zip(block.planned.casts, masters.planned.spans, strict=True))
         self._begin = block.planned.casts[0].offset
-        self._present = [SavedValues(self._begin)]  # one object for all casts; graphs that have saved a cast hold it
+        self._present = [SavedPlace()]  # one object for all casts; graphs that have saved a cast hold it
         # The versions and addresses of the masters when the casts were made; None if the casts are out of date.
         self._made_of: tuple[list[int], list[int]] | None = None
         self._written_by_update = False  # True if the running update got places(), and so writes casts itself
@@ -44,7 +45,7 @@ class Casts(NoCasts):
     @property
     def saved(self) -> bool:  # type: ignore[override]
         """True if a graph has saved views of the casts."""
-        return are_saved(self._present, 0)
+        return references(self._present, 0) > ALONE
 
     def invalidate(self) -> None:
         """Marks the casts as out of date, because masters may have been written in a way that no version shows."""
@@ -58,14 +59,14 @@ class Casts(NoCasts):
         """Returns the memory to which the stream ``by`` may write casts together with masters, by the id of the master.
 
         Marks the casts as out of date. The caller writes the masters next, and then calls :meth:`refresh` or
-        :meth:`mark_current`. If a graph has saved casts, returns no places: :meth:`refresh` then keeps the old values for the
-        graph.
+        :meth:`mark_current`. If a graph has saved casts, returns no places: :meth:`refresh` then finds out whether the casts
+        change.
 
         Args:
             by: the stream that writes.
         """
         self.invalidate()
-        self._written_by_update = not are_saved(self._present, 0)
+        self._written_by_update = not self.saved
         if not self._written_by_update:
             return {}
         self._device.access(self._block.weights, by, write=True)
@@ -75,8 +76,8 @@ class Casts(NoCasts):
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
         """Casts the masters of the layer again, unless the casts are :attr:`current`.
 
-        If a graph has saved casts whose values change, the old values are kept for the graph. The caller has waited for the last
-        transfer that reads the casts.
+        If a graph has saved casts whose values change, its backward will raise autograd's error. The caller has waited for the
+        last transfer that reads the casts.
 
         Args:
             by: the stream that casts: the background's, or None for the host.
@@ -89,30 +90,29 @@ class Casts(NoCasts):
         self._device.access(self._block.weights, by, write=True)
         memory = self._block.weights
         with no_inference_mode(), torch.no_grad():
-            if not are_saved(self._present, 0):
+            if not self.saved:
                 self._cast_into(memory, but if self._written_by_update else ())
-            else:  # a graph has saved casts: keep their old values if they differ from the new ones
+            else:  # a graph has saved casts, which may be equal to the new ones: masters that are frozen, or were only read
                 casts = memory.clone()
                 self._cast_into(casts)
                 if not torch.equal(casts, memory):
-                    keep_saved_values(self._present, 0, memory[self._begin :].clone())
                     memory.copy_(casts)
+                    self._present[0].written = True
+                    self._present[0] = SavedPlace()
         self._made_of = state
 
-    def saved_values(self, offset: int) -> SavedValues | None:
-        """Returns the present values of the casts if they include ``offset`` of the slot; otherwise None."""
+    def saved_place(self, offset: int) -> SavedPlace | None:
+        """Returns the object that a graph holds if it saves a cast at byte ``offset`` of the slot; None if no cast is there."""
         return self._present[0] if offset >= self._begin else None
 
     def offer(self, views: Sequence[Tensor]) -> None:
         """Offers views of the casts on the device in place of the masters, if the casts are current.
 
-        No casts are offered if user code may write the masters elsewhere than on the host: the masters are on the device, or user
-        code has given one of them other memory (``param.data = other``) and holds it.
+        No casts are offered while the masters are on the device, where user code may write them.
         """
-        group, guard = self._layer.parameters, self._layer.guard
+        group = self._layer.parameters
         group.sync_requires_grad()
-        elsewhere = self._layer.slot is not None or (guard is not None and guard.replaced)
-        group.casts = views if self.current and not elsewhere else None
+        group.casts = views if self.current and self._layer.slot is None else None
 
     def withdraw(self) -> None:
         """Withdraws the casts, because the layer is detached."""

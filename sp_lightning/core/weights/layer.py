@@ -20,11 +20,10 @@ from sp_lightning.core.device.layout import Span
 from sp_lightning.core.device.lease import Lease
 from sp_lightning.core.plan.plan import Plan, PlannedLayer
 from sp_lightning.core.store.block import HostBlock
-from sp_lightning.core.weights.casts import SavedValues
+from sp_lightning.core.weights.casts import SavedPlace
 from sp_lightning.core.weights.gradient_roles import forget, widen
 from sp_lightning.core.weights.parameter_group import ParameterGroup
 from sp_lightning.core.weights.states import HOST, IN_USE, LayerState
-from sp_lightning.core.weights.write_guard import WriteGuard
 
 Rows = frozenset[int] | None
 """The numbers of rows; None for all rows."""
@@ -137,8 +136,8 @@ class NoCasts:
     def refresh(self, by: Stream | None = None, *, but: Collection[int] = ()) -> None:
         """Casts the masters again if the casts are out of date."""
 
-    def saved_values(self, offset: int) -> SavedValues | None:
-        """Returns the present values of the casts if there is a cast at byte ``offset`` of the slot; otherwise None."""
+    def saved_place(self, offset: int) -> SavedPlace | None:
+        """Returns the object that a graph holds if it saves a cast at byte ``offset`` of the slot; None if no cast is there."""
         return None
 
     def offer(self, views: Sequence[Tensor]) -> None:
@@ -159,8 +158,8 @@ class Slot:
         extra: True if the plan does not count the slot: all other slots were locked or held, or the slot was still viewed when
             the plan was replaced.
         layer: the layer whose weights are in the slot; None if the slot is empty or its values are out of date.
-        locked: True if a layer in a locked state uses the slot. If user code gives a weight other memory, the layer leaves the
-            slot during the use. The slot then stays locked until the end of the use, which continues with the old values.
+        locked: True if a layer in a locked state uses the slot. If user code gives a host weight other memory, the layer leaves
+            the slot during the use. The slot then stays locked until the end of the use, which continues with the old values.
         stale: True if the host's weights of ``layer`` were written, or may have been, since the fetch. The next fetch of the
             layer uses the same slot, because tensors view the slot and must show the new values.
         filled: the event after the last transfer into the slot.
@@ -236,7 +235,7 @@ class StreamedLayer:
             tests this first, which saves calls. (The rows of a table that a batch looks up are in no slot.)
         state: where the layer's weights are: :class:`~sp_lightning.core.weights.states.LayerState`.
         slot: the slot that has the weights, after the event ``transfer``. If this is None, the weights are on the host alone.
-        guard: records possible writes that no version counter shows; None if user code has made no such write possible.
+        views: True if tensors that were made in an earlier use view the layer's slot.
         transfer: the event after the last transfer to the device.
         fetches: how often the layer was fetched.
         running_calls: the number of running module calls that use the layer. It is not released before these calls return.
@@ -272,7 +271,7 @@ class StreamedLayer:
             parameters.layer = self
         self.casts = NoCasts()
         self.state: LayerState = IN_USE if kind is Kind.RESIDENTS else HOST
-        self.guard: WriteGuard | None = None
+        self.views = False
         self.masters: StreamedLayer | None = None
         self.with_masters: tuple[StreamedLayer, ...] = (self,)
         self.expert = expert
@@ -349,9 +348,8 @@ class StreamedLayer:
         If tensors view the slot, the layer keeps the slot, which becomes stale: views of a weight must show its new values.
         Otherwise the layer leaves the slot.
         """
-        has_views = self.guard is not None and self.guard.views
         # If ``share_memory_`` has moved the views to other memory, they do not show the slot's values in any case.
-        if self.slot is not None and has_views and not self.slot.lease.moved:
+        if self.slot is not None and self.views and not self.slot.lease.moved:
             self.slot.stale = True
         else:
             self.leave_slot()
@@ -371,8 +369,7 @@ class StreamedLayer:
     def evict(self) -> None:
         """Makes the layer HOST: another layer overwrites its slot, or the slot is freed."""
         self.slot = None
-        if self.guard is not None:
-            self.guard.leave_slot()
+        self.views = False
         if not self.state.locked:  # a locked layer is in use, and `Slots.release` ends the use
             self.state = HOST
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import weakref
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -20,7 +21,7 @@ from sp_lightning.core.messages import HIDDEN_READ, WAITS_FOR_NODE
 from sp_lightning.core.torch_compat.cast_gradient import CastGradient
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.torch_compat.private import counted_nodes, gradient_hooks
-from sp_lightning.core.weights.casts import SavedValues
+from sp_lightning.core.weights.casts import SavedPlace
 from sp_lightning.core.weights.device_parameter import (
     AttachedParameter,
     DeviceParameter,
@@ -28,11 +29,11 @@ from sp_lightning.core.weights.device_parameter import (
     StandIn,
     Untouched,
     gradient_edge,
+    same_place,
     set_class,
     tensor_data,
     tensor_requires_grad,
 )
-from sp_lightning.core.weights.write_guard import guard_of
 
 
 class ParameterGroup:
@@ -57,7 +58,12 @@ class ParameterGroup:
         casts: if these parameters are masters, their casts on the device, which functions get in place of the masters. None if
             no casts are offered: the owner is not attached, the casts are out of date, or the masters are on the device.
         all: the device parameters, in the order of ``spans``.
-        present_values: for each weight, the :class:`~sp_lightning.core.weights.casts.SavedValues` of its present values.
+        places: for each weight, the :class:`~sp_lightning.core.weights.casts.SavedPlace` of graphs that save views of it.
+        exposed: the indices of weights that user code may write at any time without a change of a version counter: it has their
+            ``.data``. Their values are compared with the host's.
+        retyped: by index, the memory of weights that were given another dtype, for which the slot has no place. Each use copies
+            the host's values to this memory.
+        converted: the indices of weights that were given another dtype since :meth:`take_written`.
         stand_in_data: the data of each stand-in: a tensor without memory.
         counters: plain tensors that share the version counters of the device parameters. Reading a version of a plain tensor
             runs no Python code.
@@ -83,7 +89,12 @@ class ParameterGroup:
         self.device = device
         self.autocast = autocast
         self.casts: Sequence[Tensor] | None = None
-        self.present_values = [SavedValues(span.offset) for span in spans]
+        self.places = [SavedPlace() for _ in spans]
+        self.exposed: set[int] = set()
+        self.retyped: dict[int, Tensor] = {}
+        self.converted: set[int] = set()
+        # The `.data` that user code got: the weight, the tensor, a tensor without memory that shares its version, the version.
+        self._handed_out: list[tuple[int, weakref.ref[Tensor], Tensor, int]] = []
         self.unversioned_writes = [0] * len(spans)
         self.by_rows = False
         self.compute: Callable[..., Any] | None = None
@@ -165,19 +176,16 @@ class ParameterGroup:
         return gradient if hooks else None
 
     def attach(self, views: Sequence[Tensor]) -> None:
-        """Makes every parameter a view of the slot, or of the memory that user code has given it (``param.data = other``).
-
-        Copies the host's values to the memory of weights that were given another dtype.
+        """Makes every parameter a view of the slot. Weights that were given another dtype get the host's values in their memory.
 
         Args:
             views: the views of the slot, one for each parameter.
         """
-        guard = self.layer.guard
-        if guard is not None and (guard.replaced or guard.retyped):
+        if self.retyped:
             with no_inference_mode(), torch.no_grad(), Untouched():
-                retyped = {index: weight.copy_(self.hosts[index]) for index, weight in guard.retyped.items()}
-            elsewhere = guard.replaced | retyped
-            views = [elsewhere.get(index, value) for index, value in enumerate(views)]
+                for index, weight in self.retyped.items():
+                    weight.copy_(self.hosts[index])
+            views = [self.retyped.get(index, value) for index, value in enumerate(views)]
         with Untouched():
             for parameter, value, kind in zip(self.all, views, self._view_classes, strict=True):
                 tensor_data.__set__(parameter, value)
@@ -186,18 +194,37 @@ class ParameterGroup:
     def _stand_in_like(self, value: Span | Tensor, index: int) -> Tensor:
         return absent(value, self.device, HIDDEN_READ.format(name=self.spans[index].name))
 
-    def set_retyped(self, index: int, value: Tensor) -> None:
-        """Keeps the device memory of a weight that was given another dtype, because the slot has no place for that dtype.
+    def give(self, index: int, memory: Tensor, value: Tensor) -> None:
+        """Copies a value to memory, of which a weight of this attached layer becomes a view.
 
-        With its first dtype again, the weight has its place in the slot back. Its stand-in has the new dtype from now on.
+        Autograd sees a write in place. In backward, graphs that have saved views without a version counter raise its error, too.
+
+        Args:
+            index: the index of the weight.
+            memory: the weight's place in the slot or, if it is given another dtype, memory of its own.
+            value: the value, of the same dtype and shape.
         """
-        with no_inference_mode():
-            retyped = guard_of(self.layer).retyped
-            if index in self.layer.block.retyped:
-                retyped[index] = value
-            else:
-                del retyped[index]
-            self.stand_in_data[index] = self._stand_in_like(value, index)
+        self.move(index, memory)
+        with no_inference_mode(), torch.no_grad(), Untouched():
+            self.all[index].copy_(value)
+        self.give_place(index)
+
+    def move(self, index: int, memory: Tensor) -> None:
+        """Makes a weight a view of memory that has its value. Its stand-in has the memory's dtype from now on."""
+        with no_inference_mode(), Untouched():
+            if (now := self.value(index)).dtype is not memory.dtype:
+                self.stand_in_data[index] = self._stand_in_like(memory, index)
+            if not same_place(now, memory):
+                tensor_data.__set__(self.all[index], memory)
+        if memory.dtype is self.spans[index].dtype:
+            self.retyped.pop(index, None)
+        else:
+            self.retyped[index] = memory
+
+    def give_place(self, index: int) -> None:
+        """Records for graphs that have saved views of a weight that the weight got other values (``param.data = other``)."""
+        self.places[index].written = True
+        self.places[index] = SavedPlace()
 
     def refuse_exchanged(self, index: int) -> None:
         """Raises a RuntimeError if a weight was given another dtype after autograd saved a view of the weight in the slot."""
@@ -289,42 +316,61 @@ class ParameterGroup:
         If an update of the layer runs, which may change the version at any time, or if the weight may have been written on the
         device, this first makes the host weights current (``Uses.write_back``).
         """
-        guard = self.layer.guard
-        written = (guard is not None and index in guard.exposed) or self.version(index) != self._versions[index]
+        written = index in self.exposed or self.version(index) != self._versions[index]
         update = self.layer.owner.update
         if written or (update is not None and not update.done()):
             self.engine.write_back(self.layer)
         return self.version_once_fetched(index) + self.unversioned_writes[index]
 
     @property
-    def is_exposed(self) -> bool:
-        """True if user code may write a weight at any time without a change of its version."""
-        return self.layer.guard is not None and bool(self.layer.guard.exposed)
-
-    @property
     def changed(self) -> bool:
         """True if versions show that a weight was written on the device since :meth:`take_written`."""
-        return list(map(version_of, self.counters)) != self._versions
+        if list(map(version_of, self.counters)) != self._versions:
+            return True
+        return bool(self._handed_out) and any(counter._version != version for *_, counter, version in self._handed_out)
 
     def written(self) -> bool:
         """Returns True if :meth:`take_written` would return a weight, or if user code has given a weight another dtype."""
-        guard = self.layer.guard
-        return (guard is not None and bool(guard.exposed or guard.retyped)) or self.changed
+        return bool(self.exposed or self.retyped) or self.changed
 
     def take_written(self) -> list[int]:
         """Returns the indices of the weights that were written on the device since the last call, or may have been.
 
-        User code wrote these weights while the layer was attached, or later through a view that it still holds. If versions have
-        changed, the guard records in ``viewed`` that the slot has other values than the host.
+        User code wrote these weights while the layer was attached, or later through a view or ``.data`` that it still holds.
         """
         now = versions(self.counters)
         before, self._versions = self._versions, now
-        if now == before:
-            return [] if self.layer.guard is None else sorted(self.layer.guard.exposed)
-        changed = {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new}
-        guard = guard_of(self.layer)
-        guard.diverged |= changed
-        return sorted(changed | guard.exposed)
+        changed = (
+            {i for i, (old, new) in enumerate(zip(before, now, strict=True)) if old != new} if now != before else set()
+        )
+        if self._handed_out:
+            changed.update(index for index, _, counter, version in self._handed_out if counter._version != version)
+            # Views of a tensor that is dropped are not followed any longer.
+            self._handed_out = [
+                (i, d, counter, counter._version) for i, d, counter, _ in self._handed_out if d() is not None
+            ]
+        changed |= self.converted
+        self.converted.clear()
+        return sorted(changed | self.exposed)
+
+    def hand_out(self, index: int) -> Tensor:
+        """Returns the data of a weight of this attached layer for user code, which may write it.
+
+        Such a write changes no version of the weight. In this use the values are compared; later the version of the returned
+        tensor shows it.
+        """
+        self.expose(index)
+        data = self.value(index)
+        if not data.is_inference():
+            counter = data.detach()
+            tensor_data.__set__(counter, self.stand_in_data[index])
+            self._handed_out.append((index, weakref.ref(data), counter, counter._version))
+        return data
+
+    def forget_views(self) -> None:
+        """Called when only the device parameters view the slot, and the host has all writes."""
+        self.exposed.clear()
+        self._handed_out.clear()
 
     def alias(self, index: int) -> Tensor:
         """Returns :meth:`value` as a tensor that shares the version counter of the device parameter, so that writes show."""
@@ -394,7 +440,7 @@ class ParameterGroup:
 
     def expose(self, index: int | None = None) -> None:
         """Records that a weight may be written at any time without a change of its version. ``index``: None for all weights."""
-        guard_of(self.layer).expose(range(len(self.all)) if index is None else (index,))
+        self.exposed.update(range(len(self.all)) if index is None else (index,))
 
     def present(self, parameter: DeviceParameter) -> AbstractContextManager[None]:
         """A context in which a parameter's layer is on the device."""

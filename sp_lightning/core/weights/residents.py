@@ -7,7 +7,6 @@ from sp_lightning.core.device.lease import Lease
 from sp_lightning.core.torch_compat.modes import no_inference_mode
 from sp_lightning.core.weights.layer import Slot, StreamedLayer
 from sp_lightning.core.weights.ring import BlockSource
-from sp_lightning.core.weights.write_guard import drop_if_empty
 from sp_lightning.core.weights.writes import WriteBack
 
 
@@ -55,7 +54,7 @@ class Residents:
         self.current = not group.hosts or (self.current and not stale)
         if self.current:
             return
-        if not stale or self._is_compared:
+        if not stale or layer.views:
             self.write_back()
         weights, staged = self._source.stage(layer)
         if self._is_absent or self._slot.stale or self._slot.lease.moved:
@@ -71,13 +70,11 @@ class Residents:
         layer.transfer = self._device.record(Stream.UPLOAD)
         self._device.wait(Stream.COMPUTE, layer.transfer, Wait.USE_AFTER_RESIDENTS)
         self._device.access(memory, Stream.COMPUTE, write=False)
-        if layer.guard is not None and layer.guard.retyped:
+        if group.retyped:
             self._attach()  # copies the host's values to weights of another dtype, which have memory outside the slot
         group.fetched()
         group.sync_requires_grad()
         self.current = True
-        if self._is_compared:
-            self._writes.take_digests(self._slot)
 
     def invalidate(self) -> None:
         """Marks the copy on the device as out of date, because the host's weights were written, or may have been.
@@ -85,44 +82,22 @@ class Residents:
         If user code keeps views of the copy, the residents are uploaded at once, because views must show the writes.
         """
         self.current = False
-        if self._is_compared:
+        if self.layer.views:
             self.refresh()
 
-    def write_back(self) -> None:
+    def write_back(self, *, noticed: bool = False) -> None:
         """Copies to the host all weights that were written on the device.
 
-        If user code keeps views of the memory, takes digests, to detect later writes.
+        Args:
+            noticed: True after a use of device parameters that was noticed. Otherwise it is an error if views of the memory were
+                written while modules hold host parameters.
         """
         if self._is_absent:
             return
-        written, replaced = self._writes.write_back_slot(self._slot)
-        if replaced:
-            # User code has given a parameter other memory on the device (param.data = other). A graph that has saved a view of
-            # the old memory keeps the old values, as with plain autograd.
-            old = self._slot
-            self._take_memory()
-            self._writes.note_stale_views(old, replaced)
-        if written:
-            self._attach()  # a weight that had other memory is a view of the slot again, which has older values
-            self.current = False
-        if self.group.hosts and self._held:
-            self._writes.take_digests(self._slot)
-        elif self.layer.guard is not None:
-            self.layer.guard.drop_views()
-            drop_if_empty(self.layer)
-
-    @property
-    def _is_compared(self) -> bool:
-        """True if user code keeps views of the memory, which are compared with digests."""
-        return self.layer.guard is not None and self.layer.guard.digests is not None
-
-    @property
-    def _held(self) -> bool:
-        """True if tensors other than the device parameters view the memory."""
-        own = sum(
-            self.group.value(index).untyped_storage().data_ptr() == self.address for index in range(len(self.group.all))
-        )
-        return self._slot.lease.in_use_beside(own)
+        self._writes.write_back_slot(self._slot, late=self._writes.on_host() and not noticed)
+        self.layer.views = bool(self.group.hosts) and self._writes.is_held(self._slot)
+        if not self.layer.views:
+            self.group.forget_views()
 
     @property
     def _is_absent(self) -> bool:
@@ -133,7 +108,7 @@ class Residents:
         """Frees the device memory between two steps, except memory that tensors view. :meth:`refresh` takes new memory."""
         self.write_back()
         self.current = False
-        if not self._is_compared and self.group.detach():
+        if not self.layer.views and self.group.detach():
             self._writes.resident_storages.discard(self.address)
             self._slot = self._new_slot(0)
 
@@ -145,13 +120,11 @@ class Residents:
         """Allocates new memory on the device, and makes the device parameters views of it.
 
         Called by ``__init__``, and after :meth:`leave`. Otherwise only if ``share_memory_`` has moved the parameters, or if user
-        code has given one of them other memory (``param.data = other``), on the host (:meth:`refresh`) or on the device
-        (:meth:`write_back`): graphs may have saved views of the old memory, and have to keep the old values, as with plain
-        autograd. An upload to the old memory would change these values.
+        code has given one of them other memory on the host (``param.data = other``): graphs may have saved views of the old
+        memory, and have to keep the old values, as with plain autograd. An upload to the old memory would change these values.
         """
         self._writes.resident_storages.discard(self.address)
-        if self.layer.guard is not None:
-            self.layer.guard.leave_slot()
+        self.layer.views = False
         self._slot = self._new_slot(self.layer.planned.nbytes)
         self._writes.resident_storages.add(self.address)
         self._attach()

@@ -22,7 +22,6 @@ from sp_lightning.core.device.lease import Lease
 from sp_lightning.core.plan.plan import Plan
 from sp_lightning.core.weights.layer import AllRows, Slot, StreamedLayer
 from sp_lightning.core.weights.states import FETCHED, HOST, UNPACKED, VIEWED
-from sp_lightning.core.weights.write_guard import guard_of
 
 Timed = Literal["forward", "backward"]
 Staged = tuple[Tensor, Any]
@@ -191,7 +190,7 @@ class Slots:
             with self._device.timed("fetch", layer.index, Stream.UPLOAD) as timed:
                 timed.nbytes = nbytes = self._copy(layer, slot, source, step_results)
             slot.layer, slot.stale, layer.slot = layer, False, slot
-            if layer.guard is not None and layer.guard.views:  # the layer stays VIEWED while views exist
+            if layer.views:  # the layer stays VIEWED while views exist
                 self.forget_dropped(layer, slot)
             elif not layer.state.locked:  # a locked layer is in use, and the use continues with the new values
                 layer.state = FETCHED
@@ -308,19 +307,19 @@ class Slots:
         else:
             layer.state = VIEWED if viewed else FETCHED
         if viewed and layer.slot is not None:  # if the layer has left the slot, the views do not show its weights
-            guard_of(layer).views = True
+            layer.views = True
         if not viewed:
             slot.idle = self._device.record(Stream.COMPUTE)
         return viewed
 
     def forget_dropped(self, layer: StreamedLayer, slot: Slot) -> bool:
-        """Updates the state and the guard of a layer whose slot was viewed. Returns True if tensors still view the slot.
+        """Updates the state of a layer whose slot was viewed. Returns True if tensors still view the slot.
 
         The caller has copied writes through dropped views to the host.
         """
         viewed = slot.lease.in_use
-        if layer.guard is not None and not viewed:
-            layer.guard.leave_slot()
+        if not viewed:
+            layer.views = False
         if not layer.state.locked:
             layer.state = VIEWED if viewed else FETCHED
         return viewed

@@ -192,7 +192,11 @@ class ParameterSwap:
         """
         self.watch_captured(True)
         self.between = True
-        unseen = [each for each in self._layers if each.guard or each in self._unnoticed or each.block.is_viewed]
+        unseen = [
+            each
+            for each in self._layers
+            if each.views or each.parameters.written() or each in self._unnoticed or each.block.is_viewed
+        ]
         self.touch(self.take_touched().union(unseen))
 
     def touch(self, layers: Iterable[StreamedLayer]) -> None:

@@ -344,10 +344,10 @@ class OwnStep(At):
         optimizer.step(closure=optimizer_closure)
 
 
-@overlap("memory given to weights before backward", {
+@overlap("memory given to weights before a forward", {
     **tiers("backward", "backward, bf16-mixed"), **tiers(rest=["forward", "off"], long=["forward, bf16-mixed",
     "off, bf16-mixed"]),
-}, at="on_before_backward")  # fmt: skip
+}, at="start")  # fmt: skip
 def _(m: Any) -> None:
     """``vector_to_parameters``: at the end of the step its value was taken once more, over the update of backward."""
     weights = [m.net[2].first.weight, m.net[2].second.weight]

@@ -23,7 +23,6 @@ from sp_lightning.core.weights.gradients import Transfers
 from sp_lightning.core.weights.layer import Kind as LayerKind
 from sp_lightning.core.weights.layer import Slot, StreamedLayer, kinds
 from sp_lightning.core.weights.ring import BlockSource, Slots, Staged, Uploads
-from sp_lightning.core.weights.writes import LeftMemory
 from sp_lightning.tools.planner.prediction.clocks import ClockDevice, HostBytes
 from sp_lightning.tools.planner.prediction.visits import RESOURCES, Prediction, Rates, Visit
 
@@ -53,8 +52,6 @@ class _Unbound(BoundWeights):
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self.held = set()
-        self.replaced = set()
-        self.left = LeftMemory(lambda memory: None)
 
     def fetched(self, layer: StreamedLayer) -> None: ...
 
