@@ -241,21 +241,27 @@ class Checkpointed:
         self._refuse_written()
         self._versions = []
         self._recompute.forget()
-        pack, unpack = _present_hooks()
+        pack, _ = _present_hooks()
         quiet = in_place_of(self._recompute.engine.module, {"log": _log_nothing})  # `self.log_dict` calls `self.log`
-        hooks = saved_tensors_hooks(partial(self._pack_again, pack), unpack)
-        with profiled(f"recomputation: {self._unit}"), quiet, self._buffers.restored(), _inside(self), hooks:
-            return self._forward(*args, **kwargs)
+        saved: list[Tensor] = []
+        hooks = saved_tensors_hooks(partial(self._pack_again, pack, saved), saved.__getitem__)
+        try:
+            with profiled(f"recomputation: {self._unit}"), quiet, self._buffers.restored(), _inside(self), hooks:
+                return self._forward(*args, **kwargs)
+        finally:
+            # A cache of keys and values may hold the graph of this run, which must not hold activations and slots.
+            saved.clear()
 
     def _pack(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> tuple[int, Any]:
         self._saved += 1
         return self._saved - 1, pack(tensor)
 
-    def _pack_again(self, pack: Callable[[Tensor], Any], tensor: Tensor) -> Any:
+    def _pack_again(self, pack: Callable[[Tensor], Any], saved: list[Any], tensor: Tensor) -> int:
         self._versions.append(tensor._version)
         if (count := self._recompute.engine.count_saved) is not None:
             self._recompute.held.append(count(tensor))
-        return pack(tensor)
+        saved.append(pack(tensor))
+        return len(saved) - 1
 
     def _unpack(self, unpack: Callable[[Any], Tensor], packed: tuple[int, Any]) -> Tensor:
         """Returns a tensor that the forward has saved. The first call in a backward runs the forward again."""
