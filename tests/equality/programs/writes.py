@@ -623,7 +623,7 @@ at("memory that a weight had is written", HELD, (*USERS, "recompute, k=2", "stay
    options={"repairable": False, **AS_CHECKPOINTED}, block=WritesWhatItHad)  # fmt: skip
 at("memory of another dtype", APART, USERS, options={"repairable": False}, block=WidensItself, loss=writes_wide)
 for what, outer in product(("held", "held.data", "weight", "other"), (Checkpointed, nn.Sequential)):
-    said = APART if what != "other" else HELD if outer is Checkpointed else ""
+    said = APART if what != "other" else ""
     at(f"{what} is written after it was given, {outer.__name__}", said, USERS,
        options={"repairable": False}, block=lambda what=what, outer=outer: outer(GivesItsOwnValues(what)))  # fmt: skip
 for what, keep_as, refused_as in (("memory", lambda data: data, HELD), ("a copy", torch.clone, "")):
