@@ -8,6 +8,7 @@ methods, and :class:`~sp_lightning.any_loop.stream.UserLoop` stands in for the t
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -469,7 +470,9 @@ class Run:
             return
         try:
             # The results are read after the abort, because their counters include transfers that it waits for.
-            close_all(partial(engine.abort, over=True), lambda: self.results, engine.close, self._return_staying)
+            parts = partial(engine.abort, over=True), lambda: self.results, engine.close, self._return_staying
+            failed = sys.exception() is not None
+            close_all(*((engine.refuse_late_writes, *parts) if not failed else parts))
         finally:
             self.engine_or_none = None
 

@@ -377,6 +377,15 @@ class Engine:
 
     # ------------------------------------------------------------------ the end
 
+    def refuse_late_writes(self) -> None:
+        """Checks that no weight was written through a view of the last step since that step. No further step would notice it.
+
+        Raises:
+            RuntimeError: a weight was.
+        """
+        with self.lock:
+            self.writes.write_back_viewed(self.slots.all)
+
     def close(self) -> None:
         """Frees device memory, and removes all hooks and patches. Modules keep the host parameters as ordinary CPU parameters."""
         with self.lock:

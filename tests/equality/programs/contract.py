@@ -74,8 +74,9 @@ def write_both(m: Any) -> None:
 
 rule(2, "memory is exchanged, and its old memory is held", r"RuntimeError: .*was given a tensor inside a step .*\.clone\(\)",
      start=exchange)  # fmt: skip
-rule(3, "what was taken in a step is written after it", r"RuntimeError: .*was written through a view .*module\.weight\.data",
-     start=keep, on_train_batch_end=write_kept)  # fmt: skip
+LATE = r"RuntimeError: .*was written through a view .*module\.weight\.data"
+rule(3, "what was taken in a step is written after it", LATE, start=keep, on_train_batch_end=write_kept)
+rule(3, "what was taken in the last step is written after it", LATE, start=keep, on_train_epoch_end=write_kept)
 rule(4, "a weight is written before its backward", MODIFIED, after_forward=write)
 rule(5, "a weight changes its shape in a step", r"RuntimeError: .*was given torch.float32 of shape \(8, 16\) inside a step",
      start=reshape)  # fmt: skip
