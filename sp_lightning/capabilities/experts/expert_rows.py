@@ -286,8 +286,8 @@ class ExpertRows(AllRows):
     def computed(self, func: Callable[..., Any], output: Any) -> None:
         """Sets the experts to zero that no token is routed to, if the function has added an adapter to a stack.
 
-        These experts were computed from arbitrary values, because they need not be in the slot. The call does not read them. But
-        autograd saves the whole result, and "recompute" compares the tensors that both forwards save.
+        These experts were computed from arbitrary values, because they need not be in the slot. The call does not read them, but
+        autograd saves the whole result.
         """
         call = self._call()
         if call is None or not call.trusted or getattr(func, "__name__", "") != _ADAPTED:

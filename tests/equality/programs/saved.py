@@ -274,10 +274,10 @@ class Scaled(torch.autograd.Function):
 
 
 for kind in (OwnHooks, Checkpointed, Reentrant, Frozen, Neighbours, Mapped, Operator, Shown, OfLeaf):
-    modes = MODES[1:2] if kind in (Neighbours, Shown, OfLeaf) else MODES[1:]  # need attributes, which checkpoints lose
+    others = MODES[1:2] if kind in (Neighbours, Shown, OfLeaf) else MODES[1:]  # need attributes, which checkpoints lose
     program(
         f"saved tensors: a parameter, {kind.__name__}", tiers(rest=["keep, k=1", "backward, accumulated, two epochs"],
-        long=modes),
+        long=others),
         covers="whichever code saves it", checkpointed=True,
     )(partial(saves, _looks, kind))  # fmt: skip
 for mark in MARKS:
