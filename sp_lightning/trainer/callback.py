@@ -1,7 +1,10 @@
-"""The strategy's callback: logs the plan and the longest wait of a run, writes metrics and a picture, and prefetches layers."""
+"""The strategy's callback: logs the plan and the longest wait of a run, writes metrics, a picture and a report, and prefetches
+layers."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,6 +12,7 @@ from time import perf_counter
 from typing import Any
 
 import lightning.pytorch as pl
+import torch
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_warn
@@ -17,8 +21,9 @@ from torch import Tensor
 from sp_lightning.core.device.stats import Stats
 from sp_lightning.core.device.timeline import Interval, Timeline
 from sp_lightning.core.messages import say_once
+from sp_lightning.core.model.wrapped import parts
 from sp_lightning.trainer.compat import accumulates, logged_step
-from sp_lightning.trainer.host_memory import host_memory
+from sp_lightning.trainer.host_memory import host_memory, peak_bytes
 from sp_lightning.trainer.loops import LoopStrategy
 from sp_lightning.trainer.metrics import (
     DEFAULT_METRICS,
@@ -52,6 +57,11 @@ class SuperpipelineCallback(Callback):
             ``"all"``, or a list of names. The guide on logging has a table of them.
         verbose: show the plan, the ledger and the reasons of decisions, which are otherwise logged at DEBUG only. Log a line
             about time and memory every ``every_n_steps`` steps.
+        report: file to which each run appends one line of JSON when it has ended: ``run`` (fit, validate, test or predict),
+            ``seconds``, ``steps``, ``loss`` (of the last training batch; None if ``training_step`` returned none),
+            ``peak_host_bytes`` (with mapped files; None if the system is not Linux), ``weights`` (SHA-256 of all parameters and
+            buffers, which are read once for it), and all metrics. A run that an error ends appends nothing. With several
+            devices, only rank 0 writes.
 
     With another strategy, the callback warns once and does nothing.
 
@@ -69,6 +79,7 @@ class SuperpipelineCallback(Callback):
         progress_bar: bool = False,
         metrics: bool | str | Sequence[str] = False,
         verbose: bool = False,
+        report: str | Path | None = None,
     ) -> None:
         if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int) or every_n_steps < 1:
             raise ValueError(f"every_n_steps must be a whole number of at least 1, found {every_n_steps!r}.")
@@ -77,7 +88,8 @@ class SuperpipelineCallback(Callback):
         self._metrics = _checked_metrics(metrics)
         self._verbose = verbose
         self._plot = _checked_picture(plot)
-        self._active = self._running = self._records = self._warned = False
+        self._report = _checked_report(report)
+        self._active = self._running = self._records = self._reports = self._warned = False
 
     def __getstate__(self) -> dict[str, Any]:
         """Leaves out the strategy and the timeline of a run."""
@@ -86,9 +98,11 @@ class SuperpipelineCallback(Callback):
     # ------------------------------------------------------------------ a run begins
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._running = self._records = False
+        self._running = self._records = self._reports = False
         self._begun_batches, self._start = 0, 0.0
         self._intervals: Timeline | None = None
+        self._loss: Tensor | None = None  # of the last training batch, if a report is written
+        self._found: dict[str, Any] | None = None  # the report of a run that has ended, without its weights
         self._recorded = 0  # the number of the last recorded batch; 0 before the first
         self._batch: list[Interval] = []  # the intervals of this batch
         self._tokens: int | None = 0  # the tokens of this run so far; None if a batch's number of tokens is unknown
@@ -107,9 +121,10 @@ class SuperpipelineCallback(Callback):
             self._level = self._strategy.log.level
             self._strategy.log.setLevel(logging.DEBUG)
         self._records = stage == "fit" and trainer.is_global_zero
-        if self._file is not None:  # created now, so that an error is raised before training
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            self._file.open("ab").close()
+        self._reports = self._report is not None and trainer.is_global_zero
+        for file in self._files:  # created now, so that an error is raised before training
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.open("ab").close()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._begin()
@@ -154,6 +169,8 @@ class SuperpipelineCallback(Callback):
         if not self._active:
             return
         self._strategy._expect_next_batch()
+        if self._reports:
+            self._loss = _loss_in(outputs)
         tokens = _tokens_in(batch)
         self._tokens = None if tokens is None or self._tokens is None else self._tokens + tokens
         has_no_step = pl_module.automatic_optimization and accumulates(trainer)  # a later batch has the optimizer step
@@ -186,18 +203,18 @@ class SuperpipelineCallback(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._write_recording()
-        self._end()
+        self._end(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == TrainerFn.VALIDATING:
-            self._end()
+            self._end(trainer)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._end()
+        self._end(trainer)
 
     on_predict_end = on_test_end
 
-    def _end(self) -> None:
+    def _end(self, trainer: pl.Trainer) -> None:
         """Ends the run: logs the counters, the longest wait, and advice on optimizer steps."""
         if not self._active:
             return
@@ -210,6 +227,17 @@ class SuperpipelineCallback(Callback):
             log.info(over)
         if waited:
             log.info(" ".join(filter(None, [waited, self._strategy._step_advice(seconds)])))
+        if self._reports:
+            loss, self._loss = self._loss, None
+            self._found = {
+                "run": trainer.state.fn.value if trainer.state.fn else None,
+                "seconds": seconds,
+                "steps": trainer.global_step,
+                # Lightning has divided the loss by the batches of a step.
+                "loss": None if loss is None else float(loss) * trainer.accumulate_grad_batches,
+                "peak_host_bytes": peak_bytes(),
+                **metrics_of(stats, None, seconds, self._tokens, plan),
+            }
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         if self._running:
@@ -217,25 +245,43 @@ class SuperpipelineCallback(Callback):
         self._restore_level()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Restores the log's level, and removes the file of set-up if it is still empty.
+        """Restores the log's level, writes the report, and removes files of set-up that are still empty.
 
-        Lightning calls this hook after the strategy's teardown, so the run is over. Lightning does not call it
+        Lightning calls this hook after the strategy's teardown, so the run is over, and all hooks that may write weights have
+        run. Lightning does not call it
 
         - after an error: :meth:`on_exception` has restored the level then;
         - for a callback that the strategy has attached: the strategy's teardown has detached the callback.
         """
         self._restore_level()
         self._intervals = None
-        file = self._file
-        if file is not None and file.is_file() and not file.stat().st_size:  # no batch was recorded
-            file.unlink()
+        self._write_report(pl_module)
+        for file in self._files:
+            if file.is_file() and not file.stat().st_size:  # no batch was recorded, or no run ended
+                file.unlink()
 
     def _restore_level(self) -> None:
         if self._level is not None:
             self._strategy.log.setLevel(self._level)
             self._level = None
 
-    # ------------------------------------------------------------------ a picture
+    # ------------------------------------------------------------------ files
+
+    @property
+    def _files(self) -> list[Path]:
+        """The files that this rank writes in this run."""
+        return [file for file in (self._file, self._report if self._reports else None) if file is not None]
+
+    def _write_report(self, module: pl.LightningModule) -> None:
+        """Appends the report of a run that has ended. An error is only logged, as for a picture."""
+        found, self._found = self._found, None
+        if found is None or self._report is None:
+            return
+        try:
+            with self._report.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found | {"weights": _digest(module)}) + "\n")
+        except Exception:
+            self._strategy.log.exception("Superpipeline: the report could not be written.")
 
     @property
     def _file(self) -> Path | None:
@@ -294,10 +340,33 @@ def _checked_metrics(metrics: Any) -> tuple[str, ...]:
     return names
 
 
+def _loss_in(outputs: Any) -> Tensor | None:
+    """Returns the loss in what Lightning hands to callbacks after a training batch; None without a loss."""
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    return loss.detach() if isinstance(loss, Tensor) and loss.numel() == 1 else None
+
+
+def _digest(module: torch.nn.Module) -> str:
+    """Returns the SHA-256 of the names, dtypes and bytes of all parameters and buffers, in the module's order."""
+    digest = hashlib.sha256()
+    for name, value in [*module.named_parameters(), *module.named_buffers()]:
+        for part, tensor in parts(name, value.detach()):
+            digest.update(f"{part} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def _tokens_in(batch: Any) -> int | None:
     """Returns the number of tokens of a batch, which is the number of elements of its ``input_ids``; None without them."""
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     return ids.numel() if isinstance(ids, Tensor) else None
+
+
+def _checked_report(path: str | Path | None) -> Path | None:
+    """Returns the path of ``report=``. Raises a ValueError for a folder."""
+    if path is not None and Path(path).is_dir():
+        raise ValueError(f"report={str(path)!r} is a folder; name a file in it.")
+    return None if path is None else Path(path)
 
 
 def _checked_picture(path: str | Path | None) -> Path | None:

@@ -57,6 +57,11 @@ def host_memory() -> tuple[int, int] | None:
     return None if available is None else (taken, taken + available)
 
 
+def peak_bytes() -> int | None:
+    """Returns the most bytes of memory that this process has had, with mapped files; None if the system is not Linux."""
+    return _field(Path("/proc/self/status"), "VmHWM")
+
+
 def anonymous_bytes() -> int:
     """Returns the bytes of private memory: neither files nor memory that processes share; 0 if the system is not Linux."""
     return _field(Path("/proc/self/status"), "RssAnon") or 0

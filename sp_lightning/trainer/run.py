@@ -271,7 +271,7 @@ class Run:
 
     def remarks(self) -> list[str]:
         """Returns sentences for the user about this run, which are logged with the plan."""
-        remarks = [remark for remark in (self.placement.remark, self.tuner.remark) if remark]
+        remarks = [remark for remark in (self._window.remark, self.placement.remark, self.tuner.remark) if remark]
         remarks += cap_remarks(self._options.k, self._options.k_prime, self.engine.plan, self._options.gpu_layers)
         return [*self.engine.found.advice, *remarks, *self.steps.remarks(), *untested_versions()]
 

@@ -148,6 +148,7 @@ def test_budget_and_peak_are_what_torch_counts(xpu: Accelerator) -> None:
         reset_peak_memory_stats=None,
     ) as counters:
         assert xpu.free_bytes() == 600 + 300 - 100
+        assert xpu.total_bytes() == 1000
         assert xpu.peak_bytes() == 250
         xpu.reset_peak()
     for asked in counters.values():
@@ -159,6 +160,7 @@ def test_where_torch_counts_nothing_there_is_no_budget_and_no_peak(xpu: Accelera
     refused = mock.Mock(side_effect=missing)
     with mock.patch.multiple("torch.accelerator", get_memory_info=refused, max_memory_allocated=refused):
         assert xpu.free_bytes() is None
+        assert xpu.total_bytes() is None
         assert xpu.peak_bytes() is None
 
 

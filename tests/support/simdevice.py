@@ -239,6 +239,9 @@ class SimDevice(Device):
     def free_bytes(self) -> int | None:
         return None if self.capacity is None else self.capacity - self.in_use
 
+    def total_bytes(self) -> int | None:
+        return self.capacity
+
     def peak_bytes(self) -> int | None:
         return None if self.capacity is None else self.peak
 

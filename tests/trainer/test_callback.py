@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import logging
 import re
 import warnings
@@ -11,6 +12,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import pytest
@@ -20,10 +22,11 @@ from torch import Tensor, nn
 
 from sp_lightning import SuperpipelineCallback, SuperpipelineStrategy
 from sp_lightning.core.plan.units import human_bytes
+from sp_lightning.trainer.callback import _digest
 from sp_lightning.trainer.metrics import METRICS, counters_line
 from tests.support.models import Module, Stack, llama, tokens, vectors
 from tests.support.runs import as_on_a_gpu, loader, trainer_for
-from tests.support.simdevice import simulated
+from tests.support.simdevice import SimDevice, simulated
 from tests.support.tiers import needs
 
 
@@ -172,6 +175,7 @@ class Logs(Module):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
         self.log("loss", loss)
+        self.last = loss.detach()
         return loss
 
 
@@ -271,6 +275,93 @@ def test_tokens_per_second_are_those_of_the_batches(tmp_path: Path, monkeypatch:
     callbacks = [SuperpipelineCallback(metrics=["tokens_per_second"], every_n_steps=2), TakesTwoSeconds()]
     trainer_for("superpipeline", logger=Notes(tmp_path), callbacks=callbacks).fit(llama(layers=2), loader(tokens(6)))
     assert seen == [8.0, 8.0, 8.0]
+
+
+# ---------------------------------------------------------------------- reports
+
+
+def reports(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+class WritesAtTheEnd(pl.Callback):
+    """After the hooks of the trainer's other callbacks, as one that averages weights does."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        with torch.no_grad():
+            pl_module.net.head.bias.add_(1)
+
+
+def test_each_run_that_ends_appends_a_line_to_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "report.jsonl"
+    callbacks = [SuperpipelineCallback(report=file), WritesAtTheEnd()]
+    trainer = trainer_for("superpipeline", callbacks=callbacks, accumulate_grad_batches=2)
+    module = Logs(Stack())
+    trainer.fit(module, loader(vectors(4)), loader(vectors(1)))
+    final = _digest(module)
+    trainer.predict(module, loader(vectors(1)))
+    fit, predict = reports(file)
+    assert (fit["run"], fit["steps"], predict["run"]) == ("fit", 2, "predict")
+    assert fit["loss"] == float(module.last)
+    assert predict["loss"] is None
+    assert fit["weights"] == predict["weights"] == final
+    assert min(fit["seconds"], fit["peak_host_bytes"], fit["peak_device_bytes"]) > 0
+    assert set(METRICS) - {"tokens_per_second"} <= fit.keys()
+
+
+def test_a_run_that_fails_reports_nothing(tmp_path: Path) -> None:
+    class Fails(Module):
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            raise ArithmeticError
+
+    trainer = trainer_for("superpipeline", callbacks=[SuperpipelineCallback(report=tmp_path / "report")])
+    with pytest.raises(ArithmeticError):
+        trainer.fit(Fails(Stack()), loader(vectors(1)), loader(vectors(1)))
+    assert not (tmp_path / "report").read_text()
+
+
+def test_a_digest_is_of_all_values_and_of_their_dtypes() -> None:
+    def made(change: Any = None) -> nn.Module:
+        module = nn.Module()
+        module.a = nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16).t())
+        module.register_buffer("b", torch.tensor(1.0), persistent=False)
+        module.register_buffer("c", torch.tensor([True, False]))
+        if change is not None:
+            change(module)
+        return module
+
+    changes: list[Any] = [
+        None,
+        lambda m: m.a.data[0, 1].add_(1),
+        lambda m: m.b.neg_(),
+        lambda m: m.c.logical_not_(),
+        lambda m: setattr(m, "c", m.c.to(torch.uint8)),
+    ]
+    assert _digest(made()) == _digest(made())
+    assert len({_digest(made(change)) for change in changes}) == len(changes)
+
+
+def test_a_report_is_not_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is a folder; name a file in it"):
+        SuperpipelineCallback(report=tmp_path)
+
+
+# ---------------------------------------------------------------------- a GPU that other programs use as well
+
+
+@pytest.mark.parametrize(("options", "total", "said"), [({}, 9, 1), ({"gpu_memory": "0.25GiB"}, 9, 0), ({}, 4.4, 0)])
+def test_the_log_says_that_other_programs_use_the_gpu(options: Any, total: float, said: int, heard: Any) -> None:
+    """And that the run may fill what they leave, unless ``gpu_memory`` says how much it may use."""
+    gib = 2**30
+    with simulated(capacity=4 * gib), patch.object(SimDevice, "total_bytes", lambda self: int(total * gib)):
+        trainer_for(SuperpipelineStrategy(**options)).fit(Module(Stack()), loader(vectors(2)))
+    (line,) = heard()
+    text = (
+        " 4.0 GiB of the GPU's 9.0 GiB are free, and gpu_memory= is not set, so this run may use all that is free. "
+        "If another program on this GPU needs more memory later, set gpu_memory= in both."
+    )
+    assert line.count(text) == said
+    assert line.count("are free") == said
 
 
 def attached(trainer: Any) -> list[pl.Callback]:

@@ -178,13 +178,20 @@ class Accelerator(Device):
         if free is None or not stats:
             return None
         reserved, used = (stats[f"{name}_bytes.all.current"] for name in ("reserved", "allocated"))
-        allowed = free[0]
-        # The user may have limited this process to a fraction of all device memory, reserved memory included.
-        # torch 2.10 cannot read the value of torch.cuda.set_per_process_memory_fraction.
-        if self.device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
-            allowed = min(allowed, free[1] * torch.cuda.get_per_process_memory_fraction(self.device) - reserved)
+        allowed = min(free[0], free[1] * self._fraction() - reserved)
         # Memory that torch's allocator has reserved and no tensor uses can be allocated as well.
         return int(allowed + reserved - used)
+
+    def total_bytes(self) -> int | None:
+        memory = self._counted("get_memory_info")
+        return None if memory is None else int(memory[1] * self._fraction())
+
+    def _fraction(self) -> float:
+        """The fraction of all device memory to which the user has limited this process, reserved memory included."""
+        # torch 2.10 cannot read the value of torch.cuda.set_per_process_memory_fraction.
+        if self.device.type == "cuda" and hasattr(torch.cuda, "get_per_process_memory_fraction"):
+            return torch.cuda.get_per_process_memory_fraction(self.device)
+        return 1.0
 
     def held_by_others(self) -> tuple[int, int] | None:
         memory, reserved = map(self._counted, ("get_memory_info", "memory_reserved"))

@@ -393,6 +393,10 @@ class Device:
         """Returns the bytes of device memory that can still be allocated; None for the CPU."""
         return None
 
+    def total_bytes(self) -> int | None:
+        """Returns the bytes of device memory that this process could allocate if nobody used any; None for the CPU."""
+        return None
+
     def held_by_others(self) -> tuple[int, int] | None:
         """Returns the bytes that other programs hold and those of all device memory; None if they hold little."""
         return None

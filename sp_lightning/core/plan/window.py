@@ -20,6 +20,8 @@ FREE_THE_GPU = "List them: nvidia-smi. End them, or choose another GPU: CUDA_VIS
 
 # This share of the free memory is left to the rounding of allocators and to libraries.
 _MARGIN = 1 / 16
+# If a smaller share of the device is free at set-up, the log says so.
+_NEARLY_ALL = 0.9
 # k if nothing limits memory (on the CPU): the smallest window in which transfers overlap with computation.
 _WITHOUT_LIMIT = 2
 
@@ -73,6 +75,8 @@ class Window:
         """Bytes of the budget; None if nothing limits device memory."""
         self.free: int | None = None
         """Bytes of device memory that were free at set-up. :meth:`lower_budget` may lower the number. None on the CPU."""
+        self.remark = ""
+        """A sentence for the user if the run may fill a device that other programs use as well."""
         self.rest = 0
         """The measured peak of everything except weights, in bytes. Gradients in flight are included."""
         self.rest_gradients = 0
@@ -97,6 +101,7 @@ class Window:
         """
         free, budget = device.free_bytes(), self.budget
         self._found, self.free, self.room = found, free, None
+        self.remark = self._about_free(free, device.total_bytes())
         self.rest = self.rest_gradients = self.rest_steps = 0
         if isinstance(budget, int):
             self.room = budget if free is None else min(budget, free)
@@ -111,6 +116,14 @@ class Window:
         if self.room is not None and self._is_too_large(plan):
             raise ValueError(self._too_large(plan, self.room, device))
         return plan
+
+    def _about_free(self, free: int | None, total: int | None) -> str:
+        if self.budget is not None or free is None or total is None or free >= _NEARLY_ALL * total:
+            return ""
+        return (
+            f"{human_bytes(free)} of the GPU's {human_bytes(total)} are free, and gpu_memory= is not set, so this run may use "
+            "all that is free. If another program on this GPU needs more memory later, set gpu_memory= in both."
+        )
 
     def expect_gradients(self, expected: bool) -> None:
         """Sets whether batches are trained. The plans of :meth:`begin` are then others; the CPU steps all layers."""
