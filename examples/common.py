@@ -77,6 +77,13 @@ def training_options(
     overlap = 'when the CPU updates weights; "backward" also frees gradients early, without clipping (auto)'
     add("--optimizer-overlap", choices=["auto", "backward", "forward", "off"], default="auto", help=overlap)
     add("--workers", type=int, default=0, help="processes that read data (%(default)s)")
+    add("--host-memory", help="CPU memory, at most, for example 64GiB (default: free memory)")
+    add(
+        "--disk",
+        metavar="FOLDER",
+        help="on an NVMe drive, for what --host-memory has no room for; --lora: the base stays in its files",
+    )
+    add("--report", type=Path, metavar="FILE", help="to which one line of JSON about the run is added at its end")
     add("--resume", nargs="?", const="", metavar="FILE", help="last.ckpt of a run with the same options (of --output)")
     add_run_options(parser, name, without)
     return parser
@@ -449,7 +456,7 @@ def outputs(options: Any, callbacks: Sequence[Any] = (), *, each_epoch: bool) ->
 
     saved: Any = {"filename": "last", "save_on_train_epoch_end": each_epoch, "enable_version_counter": False}
     return {
-        "callbacks": [*callbacks, _printer(), ModelCheckpoint(options.output, **saved)],
+        "callbacks": [*callbacks, *_reporter(options), _printer(), ModelCheckpoint(options.output, **saved)],
         "logger": CSVLogger(options.output, name="logs"),
         "log_every_n_steps": 10,
         "num_sanity_val_steps": -1,  # validates before the first step, too
@@ -530,6 +537,15 @@ def check_resume(options: Any, module: Any) -> None:
             f"--resume {options.resume}: a checkpoint of another model or of a run with other options ({other}). "
             "Expected last.ckpt of a run with the same options"
         )
+
+
+def _reporter(options: Any) -> list[Any]:
+    """The callback that writes ``--report``, in a list that is empty without it."""
+    if not getattr(options, "report", None):
+        return []
+    from sp_lightning import SuperpipelineCallback
+
+    return [SuperpipelineCallback(report=options.report)]
 
 
 def _printer() -> Any:

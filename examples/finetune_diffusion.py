@@ -204,8 +204,9 @@ def main(argv: Sequence[str] | None = None) -> Finetune:
     def make_trainer(**more: Any) -> pl.Trainer:
         # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
         ours = SuperpipelineStrategy(
-            gpu_memory=options.gpu_memory, optimizer_overlap=options.optimizer_overlap, save_frozen=False
-        )
+            gpu_memory=options.gpu_memory, host_memory=options.host_memory, disk=options.disk,
+            optimizer_overlap=options.optimizer_overlap, save_frozen=False,
+        )  # fmt: skip
         strategy = "auto" if options.strategy == "auto" else ours  # auto is plain Lightning
         return pl.Trainer(strategy=strategy, devices=1, **common.settings(options), **more)
 

@@ -109,8 +109,9 @@ def main(argv: Sequence[str] | None = None) -> pl.LightningModule:
     with common.errors_in_the_input(options):  # before any work
         # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
         ours = SuperpipelineStrategy(
-            gpu_memory=options.gpu_memory, optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora
-        )
+            gpu_memory=options.gpu_memory, host_memory=options.host_memory, disk=options.disk,
+            optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora,
+        )  # fmt: skip
         config, tokenizer = read_config(options)
         held_out, training = common.pack(common.read_rows(options.data), tokenizer, options.length)
         run = common.Run(options, len(training))
@@ -137,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> pl.LightningModule:
     print(f"Saved: {saved}.")
     if not (options.lora and options.model is None):  # an adapter needs the base model that it names
         print(f"To generate: python examples/generate_llm.py --model {saved}")
-    if options.model is None and options.strategy == "superpipeline":
+    if options.model is None and options.strategy == "superpipeline" and not options.report:
         print("Next, memory and time of the same model are measured for six k and k'.", flush=True)
         print(common.measure(options, make_module, batches, steps=5))
     return module

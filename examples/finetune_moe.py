@@ -163,8 +163,9 @@ def main(argv: Sequence[str] | None = None) -> pl.LightningModule:
     with common.errors_in_the_input(options):  # before any work
         # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
         ours = SuperpipelineStrategy(
-            gpu_memory=options.gpu_memory, optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora
-        )
+            gpu_memory=options.gpu_memory, host_memory=options.host_memory, disk=options.disk,
+            optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora,
+        )  # fmt: skip
         config, tokenizer = read_config(options)
         held_out, training = common.pack(common.read_rows(options.data), tokenizer, options.length)
         run = common.Run(options, len(training))

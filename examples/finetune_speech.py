@@ -158,8 +158,9 @@ def main(argv: Sequence[str] | None = None) -> pl.LightningModule:
     with common.errors_in_the_input(options):  # before any work
         # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
         ours = SuperpipelineStrategy(
-            gpu_memory=options.gpu_memory, optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora
-        )
+            gpu_memory=options.gpu_memory, host_memory=options.host_memory, disk=options.disk,
+            optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora,
+        )  # fmt: skip
         config, extractor, tokenizer = read_config(options)
         data = Path(options.data or common.write_tones(Path("runs/tones")))
         rows = read_rows(data, config, extractor, tokenizer)

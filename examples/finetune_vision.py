@@ -217,7 +217,10 @@ def main(argv: Sequence[str] | None = None) -> Classifier:
     common.prepare(options)
     with common.errors_in_the_input(options):  # before any work
         # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
-        ours = SuperpipelineStrategy(gpu_memory=options.gpu_memory, optimizer_overlap=options.optimizer_overlap)
+        ours = SuperpipelineStrategy(
+            gpu_memory=options.gpu_memory, host_memory=options.host_memory, disk=options.disk,
+            optimizer_overlap=options.optimizer_overlap,
+        )  # fmt: skip
         done = torch.load(options.resume, mmap=True)["epoch"] + 1 if options.resume else 0
         if done >= options.epochs:
             example = f"For example: --epochs {2 * done}"

@@ -175,8 +175,9 @@ def main(argv: Sequence[str] | None = None) -> pl.LightningModule:
     with common.errors_in_the_input(options):  # before any work
         # Other options: keep_on_gpu, k, optimizer_on, ... (examples/guide/options.md)
         ours = SuperpipelineStrategy(
-            gpu_memory=options.gpu_memory, optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora
-        )
+            gpu_memory=options.gpu_memory, host_memory=options.host_memory, disk=options.disk,
+            optimizer_overlap=options.optimizer_overlap, save_frozen=not options.lora,
+        )  # fmt: skip
         rows = common.read_image_rows(Path(options.data)) if options.data else common.digits_and_photographs()
         config, processor = read_config(options)
         held_out, training = common.split(rows, max(20, len(rows) // 64))  # at most 64 rows for validation

@@ -30,7 +30,10 @@ if not __package__:  # started as a file: the recipes are found from the reposit
 from examples.finetune_vlm import Encoder, FineTune, common, read_config
 
 RATE = 1e-2  # of the bridge
-OMITTED = ["--epochs", "--validate-every", "--lora", "--gradient-checkpointing", "--resume", "--dial", "--strategy"]
+OMITTED = [
+    "--epochs", "--validate-every", "--lora", "--gradient-checkpointing", "--resume", "--dial", "--strategy", "--host-memory",
+    "--disk", "--report",
+]  # fmt: skip
 
 
 def parse(argv: Sequence[str] | None = None) -> Any:

@@ -55,7 +55,17 @@ def parse(argv: Sequence[str] | None = None) -> Any:
         lr="2e-3",
         batch_size=16,
         rows="windows",
-        without=["--epochs", "--steps", "--validate-every", "--lora", "--workers", "--dial"],
+        without=[
+            "--epochs",
+            "--steps",
+            "--validate-every",
+            "--lora",
+            "--workers",
+            "--dial",
+            "--host-memory",
+            "--disk",
+            "--report",
+        ],
     )
     parser.set_defaults(lr=2e-3, gradient_clip=CLIP)
     add = parser.add_argument

@@ -36,7 +36,7 @@ from examples.finetune_llm import FineTune, common
 DENSITY, SUPERSET, EVERY, DECAY = 0.2, 0.5, 10, 1e-4  # the paper's D, D + M, N, and the strength of its regulariser
 OMITTED = [
     "--model", "--epochs", "--validate-every", "--lora", "--gradient-checkpointing", "--workers", "--resume", "--dial",
-    "--gpu-memory",
+    "--gpu-memory", "--host-memory", "--disk", "--report",
 ]  # fmt: skip
 
 
