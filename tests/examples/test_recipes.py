@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import runpy
@@ -25,7 +24,7 @@ from examples import (
     finetune_vlm,
     generate_llm,
 )
-from examples.demos import bridge_vlm, cram_llm, sweep_lora, train_sparse
+from examples.demos import bridge_vlm, cram_llm, lockstep_lora, many_models, train_sparse
 from sp_lightning.__main__ import main
 
 ROOT = Path(__file__).parents[2]
@@ -41,34 +40,10 @@ RECIPES = [
     finetune_vision,
     finetune_vlm,
     generate_llm,
-    sweep_lora,
+    lockstep_lora,
+    many_models,
     train_sparse,
 ]
-
-
-@pytest.mark.long("tests/sharing has trials in the first tier")
-def test_learning_rates_at_once_have_the_losses_of_one_after_the_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sweep_lora, "BASE_STEPS", 2)
-    arguments = ["--rates", "1e-3", "3e-3", "1e-2", "--steps", "4", "--compare", "--accelerator", "cpu"]
-    result = sweep_lora.main([*arguments, *TEXT, "--output", str(tmp_path)])
-    assert [trial.rate for trial in result.trials] == [1e-3, 3e-3, 1e-2]
-    assert [len(trial.losses) for trial in result.trials] == [5, 5, 5]
-    assert len({trial.losses[-1] for trial in result.trials}) == 3
-    assert [trial.bits for trial in result.trials] == [trial.bits for trial in result.alone]
-    assert 0 < result.base_bytes < sum(trial.fetched_bytes for trial in result.alone) / 2
-    assert "All losses are bitwise the same." in capsys.readouterr().out
-
-    one = result.alone[1]
-    other = one._replace(losses=[*one.losses[:-1], math.nextafter(one.losses[-1], 0)])
-    with pytest.raises(RuntimeError, match=r"learning rate 0\.003 has other losses than alone, from number 4 on"):
-        sweep_lora.compare(result.trials, [result.alone[0], other, result.alone[2]])
-
-
-def test_a_loss_that_is_no_number_is_not_the_best() -> None:
-    trials = [sweep_lora.Trial(rate, [1.0, loss], 0) for rate, loss in ((1.0, math.nan), (0.1, 2.0))]
-    assert sweep_lora.best(trials).rate == 0.1
 
 
 # ---------------------------------------------------------------------- bad input
@@ -82,9 +57,10 @@ def test_a_loss_that_is_no_number_is_not_the_best() -> None:
         (bridge_vlm, ["--data", str(CONFIGS)]),
         (bridge_vlm, ["--batch-size", "0"]),
         (bridge_vlm, ["--model", "/no/such/folder"]),
-        (sweep_lora, ["--rates", "1e-3", "0"]),
-        (sweep_lora, ["--max-trials", "0"]),
-        (sweep_lora, ["--model", "/no/such/folder"]),
+        (lockstep_lora, ["--rates", "1e-3", "0"]),
+        (lockstep_lora, ["--lora", "0"]),
+        (lockstep_lora, ["--model", "/no/such/folder"]),
+        (many_models, ["--host-memory", "1GiB", "2GiB"]),
         (train_sparse, ["--steps", "0"]),
         (train_sparse, ["--data", "/no/such/folder"]),
     ],
