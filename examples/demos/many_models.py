@@ -2,7 +2,7 @@
 
     python examples/demos/many_models.py                     # a Llama, a ViT and a VLM, no download, a minute on a CPU
     python examples/demos/many_models.py --compare           # and the same one after the other
-    python examples/demos/many_models.py --gpu-memory 30GiB 45GiB \\
+    python examples/demos/many_models.py --gpu-memory 30GiB,45GiB \\
         "python examples/finetune_llm.py --model A --gpu-memory {gpu_memory} --host-memory {host_memory} --report {report}" \\
         "python mine.py {gpu_memory} {host_memory} {report}"                        # not run
 
@@ -49,20 +49,9 @@ def parse(argv: Sequence[str] | None = None) -> Any:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     add = parser.add_argument
     add("commands", nargs="*", help="command lines (default: three recipes with their small models)")
-    add(
-        "--gpu-memory",
-        nargs="+",
-        default=[],
-        metavar="SIZE",
-        help="of each, or one for all (equal parts of what is free)",
-    )
-    add(
-        "--host-memory",
-        nargs="+",
-        default=[],
-        metavar="SIZE",
-        help="of each, or one for all (equal parts of what is free)",
-    )
+    for name in ("--gpu-memory", "--host-memory"):
+        text = "of each, or one for all: 30GiB,45GiB (default: equal parts of what is free)"
+        add(name, type=lambda sizes: sizes.split(","), default=[], metavar="SIZE,SIZE", help=text)
     add("--compare", action="store_true", help="run the same one after the other, too, with the same budgets")
     add("--output", type=Path, default=Path("runs/many_models"), help="(%(default)s)")
     options: Any = parser.parse_args(argv)

@@ -37,10 +37,7 @@ def test_each_process_has_its_budget_and_its_row(tmp_path: Path, capsys: pytest.
     """The process that fails leaves the others running."""
     arguments = [
         "--gpu-memory",
-        "3MiB",
-        "7MiB",
-        "9MiB",
-        "5MiB",
+        "3MiB,7MiB,9MiB,5MiB",
         "--host-memory",
         "2GiB",
         "--output",

@@ -60,7 +60,7 @@ RECIPES = [
         (lockstep_lora, ["--rates", "1e-3", "0"]),
         (lockstep_lora, ["--lora", "0"]),
         (lockstep_lora, ["--model", "/no/such/folder"]),
-        (many_models, ["--host-memory", "1GiB", "2GiB"]),
+        (many_models, ["--host-memory", "1GiB,2GiB"]),
         (train_sparse, ["--steps", "0"]),
         (train_sparse, ["--data", "/no/such/folder"]),
     ],
