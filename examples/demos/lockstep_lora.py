@@ -242,7 +242,8 @@ def batches(rows: Sequence[dict[str, Tensor]], trials: Sequence[Trial], size: in
     def collate(step: Any) -> dict[str, Tensor]:
         return {name: column[orders[:, step]] for name, column in columns.items()}
 
-    return DataLoader(range(steps), batch_size=None, collate_fn=collate)
+    numbers: Any = range(steps)
+    return DataLoader(numbers, batch_size=None, collate_fn=collate)
 
 
 class Result(NamedTuple):
