@@ -81,7 +81,7 @@ def training_options(
     add(
         "--disk",
         metavar="FOLDER",
-        help="on an NVMe drive, for what --host-memory has no room for; --lora: the base stays in its files",
+        help="on an NVMe drive, for what --host-memory has no room for",
     )
     add("--report", type=Path, metavar="FILE", help="to which one line of JSON about the run is added at its end")
     add("--resume", nargs="?", const="", metavar="FILE", help="last.ckpt of a run with the same options (of --output)")
