@@ -26,6 +26,7 @@ from sp_lightning.core.weights.bound_weights import BoundWeights
 from sp_lightning.core.weights.residents import Residents
 from sp_lightning.core.weights.swap import ParameterSwap
 from sp_lightning.core.weights.writes import WriteBack
+from sp_lightning.registry import is_installed
 from sp_lightning.trainer.checkpoint_io import AtomicCheckpointIO
 from tests.support.engine import Calls, Slots, Uploads, engine_of
 from tests.support.models import Module, Stack, vectors
@@ -167,7 +168,7 @@ ROWS = [
     Row(
         "activations: second run / its end",
         "sp_lightning.capabilities.activations.recompute",
-        "put",
+        "_writes_of",
         1,
         goes_backward,
         IN,
@@ -191,6 +192,14 @@ NAMES = [
 # ---------------------------------------------------------------------- what must hold
 
 
+def _recomputed() -> list[Any]:
+    if not is_installed("capabilities.activations"):
+        return []
+    from sp_lightning.capabilities.activations.recompute import running  # a capability that may be missing
+
+    return [*running()]
+
+
 def state_of(module: Catches) -> dict[str, Any]:
     """What a caught fault must leave as it was."""
     engine = engine_of(module.trainer.strategy)
@@ -205,6 +214,10 @@ def state_of(module: Catches) -> dict[str, Any]:
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (getattr(activations, "_installed", None), sum("forward" in vars(m) for m in module.modules())),
         "the unit under way": None if offload is None else offload.call,
+<<<<<<< ours
+=======
+        "recomputed units under way": _recomputed(),
+>>>>>>> theirs
         "optimizer": [set(vars(each)) - {"_opt_called"} for each in module.trainer.optimizers],
         "groups": [len(each.param_groups) for each in module.trainer.optimizers],
         "torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
