@@ -214,10 +214,7 @@ def state_of(module: Catches) -> dict[str, Any]:
         "modules hold": {type(each) is nn.Parameter for each in module.parameters()},
         "activations": (getattr(activations, "_installed", None), sum("forward" in vars(m) for m in module.modules())),
         "the unit under way": None if offload is None else offload.call,
-<<<<<<< ours
-=======
         "recomputed units under way": _recomputed(),
->>>>>>> theirs
         "optimizer": [set(vars(each)) - {"_opt_called"} for each in module.trainer.optimizers],
         "groups": [len(each.param_groups) for each in module.trainer.optimizers],
         "torch": (torch.is_grad_enabled(), torch.is_inference_mode_enabled(), torch.get_default_dtype()),
