@@ -94,7 +94,9 @@ class Residents:
         """
         if self._is_absent:
             return
-        self._writes.write_back_slot(self._slot, late=self._writes.on_host() and not noticed)
+        if self._writes.write_back_slot(self._slot, late=self._writes.on_host() and not noticed):
+            self._attach()
+            self.current = False
         self.layer.views = bool(self.group.hosts) and self._writes.is_held(self._slot)
         if not self.layer.views:
             self.group.forget_views()

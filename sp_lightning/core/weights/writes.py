@@ -39,20 +39,18 @@ The first two call other ones of these.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from sp_lightning.core.device.device import Device, Stream, Wait
 from sp_lightning.core.device.layout import Span
+from sp_lightning.core.device.lease import shared
 from sp_lightning.core.messages import KEPT_VIEW, LOG, say_once
 from sp_lightning.core.torch_compat.modes import no_inference_mode
-from sp_lightning.core.torch_compat.private import storage_of
 from sp_lightning.core.weights.device_parameter import DeviceParameter, Untouched, same_place
 from sp_lightning.core.weights.layer import Kind, Slot, StreamedLayer
 from sp_lightning.core.weights.ring import Slots
@@ -64,26 +62,13 @@ class _Given:
     """A tensor that a weight was given in this step (``param.data = other``). On plain Lightning both are one memory then.
 
     Attributes:
-        tensor, version: the tensor, if its object still exists, and its version then.
-        storage, offset: its memory, if any code holds it, and its place there.
-        like: a tensor without memory that has its dtype, shape and strides.
+        memory, version: a tensor with its memory and version counter, and its version then. It is held until it was compared.
         host: the number of writes of the host's weight when it had the same values; None if it does not have them yet.
     """
 
-    tensor: Callable[[], Tensor | None]
+    memory: Tensor
     version: int
-    storage: StorageWeakRef
-    offset: int
-    like: Tensor
     host: int | None = None
-
-    def memory(self) -> Tensor | None:
-        """Returns the tensor's memory, if any code holds it."""
-        storage = storage_of(self.storage)
-        if storage is None:
-            return None
-        empty = torch.empty(0, dtype=self.like.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.like.shape, self.like.stride())
 
 
 class WriteBack:
@@ -182,13 +167,16 @@ class WriteBack:
             if slot.stale:
                 layer.leave_slot()
 
-    def write_back_slot(self, slot: Slot, *, late: bool = False) -> None:
+    def write_back_slot(self, slot: Slot, *, late: bool = False) -> bool:
         """Copies back the weights of the layer in a slot that were written since the last call, or may have been.
 
         Args:
             slot: the slot.
             late: True while modules hold host parameters, whose writes may be unseen. A write on the device is an error then. A
                 use of a device parameter is noticed, and so not late.
+
+        Returns:
+            True if the slot does not have the values of a weight.
 
         Raises:
             RuntimeError: as for :meth:`copy_to_host`; a view was written late; or a tensor that a weight was given, and the
@@ -204,11 +192,15 @@ class WriteBack:
         if written and late and self.refuses:
             raise RuntimeError(LATE.format(name=group.spans[written[0]].name))
         if not written or late:
-            return
+            return False
         places = self._slots.views(layer, slot)
         values = [(i, group.value(i) if attached else group.retyped.get(i, places[i])) for i in written]
         self.device.access(slot.memory, Stream.COMPUTE, write=False)
         self.copy_to_host(layer, values)
+        moved = attached and any(i not in group.retyped and not same_place(value, places[i]) for i, value in values)
+        if moved:  # by Tensor.set_: the slot has older values
+            layer.leave_slot()
+        return moved
 
     def write_back(self, layer: StreamedLayer) -> None:
         """Copies back the weights of a layer that were written on the device, or may have been."""
@@ -298,9 +290,8 @@ class WriteBack:
         if value.is_conj() or value.is_neg():  # its memory has other values
             return
         version = 0 if value.is_inference() else value._version
-        storage, like = StorageWeakRef(value.untyped_storage()), torch.empty_like(value, device="meta")
         host = _host_writes(layer, index) if alike and in_sync and not returns else None
-        self.given[layer, index] = _Given(weakref.ref(value), version, storage, int(value.storage_offset()), like, host)
+        self.given[layer, index] = _Given(value.detach(), version, host)
 
     def _alike(self, place: Tensor, value: Tensor) -> bool:
         """Returns True if a value has the bytes that a weight has at its place on the device. The host waits for the result."""
@@ -374,11 +365,10 @@ class WriteBack:
         for (each, at), given in list(self.given.items()) if self.given else ():
             if (layer is not None and each is not layer) or (index is not None and at != index):
                 continue
-            memory, tensor = given.memory(), given.tensor()
-            written = tensor is not None and not tensor.is_inference() and tensor._version != given.version
-            if memory is not None and not written:
-                written = self._differs(each, at, given, memory)
-            if memory is None or written or forget:
+            memory = given.memory
+            written = not memory.is_inference() and memory._version != given.version
+            written = written or self._differs(each, at, given, memory)
+            if written or forget or not shared(memory):
                 del self.given[each, at]
             if written and self.refuses:
                 raise RuntimeError(APART.format(name=each.parameters.spans[at].name))
