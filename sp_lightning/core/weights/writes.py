@@ -64,11 +64,13 @@ class _Given:
     Attributes:
         memory, version: a tensor with its memory and version counter, and its version then. It is held until it was compared.
         host: the number of writes of the host's weight when it had the same values; None if it does not have them yet.
+        kept: True if other code held it when it was compared last.
     """
 
     memory: Tensor
     version: int
     host: int | None = None
+    kept: bool = False
 
 
 class WriteBack:
@@ -367,8 +369,12 @@ class WriteBack:
                 continue
             memory = given.memory
             written = not memory.is_inference() and memory._version != given.version
-            written = written or self._differs(each, at, given, memory)
-            if written or forget or not shared(memory):
+            kept, given.kept = given.kept, shared(memory)
+            if (
+                kept or given.kept
+            ):  # not if nobody has held it since it was given: then only the weight can have been written
+                written = written or self._differs(each, at, given, memory)
+            if written or forget or not given.kept:
                 del self.given[each, at]
             if written and self.refuses:
                 raise RuntimeError(APART.format(name=each.parameters.spans[at].name))
