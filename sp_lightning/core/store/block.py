@@ -31,6 +31,11 @@ _open = WeakSet[Any]()
 _moved: list[tuple[StorageWeakRef, Tensor]] = []
 """Storages that were moved out of a block, with the memory of the block: a NumPy array may still view that memory."""
 
+OTHER_BACKEND = (
+    "{name!r} is on {device}, and torch does not move an existing parameter from there to the CPU in place, as it does from "
+    "CUDA, ROCm and XPU. Call module.cpu() before the run and before optimizers are made."
+)
+
 
 class HostBlock:
     """The weights of one layer in host memory, and the memory for its gradients.
@@ -243,8 +248,12 @@ class HostBlock:
     def _make_view(self, index: int) -> None:
         """Makes a parameter's data a view of its place in the block, with a new storage. Copies nothing."""
         with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
-            target = view(lend(self.place(index)), self._own_spans[index])
-            self.parameters[index].data = target
+            target, parameter = view(lend(self.place(index)), self._own_spans[index]), self.parameters[index]
+            try:
+                parameter.data = target
+            except RuntimeError as error:  # torch keeps tensors of a PrivateUse1 backend apart
+                name = self.planned.spans[index].name
+                raise RuntimeError(OTHER_BACKEND.format(name=name, device=parameter.device)) from error
         self._storages[index] = StorageWeakRef(target.untyped_storage())
 
 

@@ -471,7 +471,7 @@ NOT_PLAINS: tuple[tuple[str, str, Any, dict[str, Any]], ...] = (
 )  # fmt: skip
 for name, said, make, more in NOT_PLAINS:
     refused(name, said, make, error="ValueError", **more)
-gpu("an unknown optimizer that says so", tiers(OFF), covers="the remedy of its refusal")(
+gpu("an unknown optimizer that says so", tiers(OFF, f"{OFF}, simulated"), covers="the remedy of its refusal")(
     partial(Stepped, partial(Known, lr=0.1))
 )
 
