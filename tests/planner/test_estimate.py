@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -116,7 +117,8 @@ def test_what_units_save_is_what_the_engine_measures(
     work = worked(case, torch.bfloat16 if precision == "bf16-mixed" else None)
     assert [(call.unit, call.moved) for call in work.calls] == [(call.unit, call.saved) for call in measured[0]]
     if worth == 1:
-        assert work.calls == measured[0]
+        # Storages that are never offloaded are not counted in a run.
+        assert [replace(call, saved=call.moved, small=0) for call in work.calls] == [*measured[0]]
     assert any(call.saved for call in work.calls)
 
 

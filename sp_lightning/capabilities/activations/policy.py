@@ -28,7 +28,8 @@ class Call:
         unit: the unit's name.
         saved: bytes that autograd saves in the call.
         inputs: bytes of the call's arguments. ``"recompute"`` keeps only these.
-        small: the bytes of ``saved`` in small storages, which are never offloaded.
+        small: the bytes of ``saved`` in storages that are never offloaded: small ones, and autocast's copies of weights that stay
+            on the device.
     """
 
     unit: str

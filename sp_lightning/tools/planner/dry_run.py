@@ -181,7 +181,7 @@ def estimate(found: Found, run: Callable[[], Tensor | None]) -> Work:
     outside = saves.outside()
     large = (saved for saved in outside if not is_small(saved.nbytes))
     largest = max(large, key=lambda saved: saved.nbytes, default=None)
-    left = sum(saved.nbytes for saved in outside) + saves.copies
+    left = sum(saved.nbytes for saved in outside)
     return Work(trial.costs(), trial.peak, tuple(saves.calls), left, largest, frozenset(trial.whole))
 
 
@@ -190,16 +190,13 @@ class _Saves:
 
     Args:
         stays: returns True for tensors that are on the device anyway, and do not count.
-        copies: the storages of autocast's copies of weights that stay on the device. They stay there as well, in each mode.
-
-    Attributes:
-        copies: the bytes of those copies that were saved.
+        copies: the storages of autocast's copies of weights that stay on the device. They stay there as well, as small storages
+            do.
     """
 
     def __init__(self, stays: Callable[[Tensor], bool], copies: Mapping[int, StorageWeakRef]) -> None:
         self._stays = stays
         self._copied = copies
-        self.copies = 0
         self.calls: list[Call] = []
         self.now: int | None = None  # the index of the running call
         self._above: list[int | None] = []  # the indices of the calls around the running call
@@ -258,13 +255,12 @@ class _Saves:
 
     def _count(self, tensor: Tensor) -> None:
         if tensor.layout is torch.strided and not (tensor.is_conj() or tensor.is_neg() or self._stays(tensor)):
-            copied = self._copied.get(storage_id(tensor.untyped_storage()))
-            if copied is not None and not copied.expired():
-                self.copies += count_once(tensor, self._seen, small=True)
-            elif self.now is not None:
+            if self.now is not None:
                 nbytes = count_once(tensor, self._seen, small=True)
                 call = self.calls[self.now]
-                small = call.small + nbytes * is_small(nbytes)
+                copied = self._copied.get(storage_id(tensor.untyped_storage()))
+                stays = is_small(nbytes) or (copied is not None and not copied.expired())
+                small = call.small + nbytes * stays
                 self.calls[self.now] = replace(call, saved=call.saved + nbytes, small=small)
             elif nbytes := count_once(tensor, self._between, small=True):
                 self._outside[storage_id(tensor.untyped_storage())] = Saved(nbytes, tensor.dtype, tensor.shape)
