@@ -69,7 +69,7 @@ def poisoned() -> Iterator[None]:
 
     def hidden_write(self: HostBlock, index: int, value: Tensor) -> bool:
         written = write(self, index, value)
-        if written and self in hidden:
+        if written and self in hidden and index not in self.retyped:  # a retyped weight has memory of its own
             span = self.planned.spans[index]
             its = slice(span.offset, span.offset + span.nbytes)
             self.weights[its] = hidden[self][its]

@@ -385,7 +385,9 @@ class WriteBack:
         if layer.state.attached:
             present = group.value(index)
         elif given.host == _host_writes(layer, index):
-            present = host_value(layer, index).to(memory.device)
+            present = host_value(layer, index)
+            if memory.device == self.device.device:
+                memory = self.device.receive(memory)
         else:
             return False
         if (present.dtype, present.shape) != (
