@@ -100,7 +100,10 @@ def measure(k: int, k_prime: int) -> dict[str, Row]:
             strategy = CountingStrategy(**window, activations=activations)  # type: ignore[arg-type]
             ours = trained_by(precision, strategy)
             stats = asdict(strategy.stats())
-            memory = [*(stats[f"peak_{part}_bytes"] for part in ("weight", "gradient", "optimizer")), strategy.held.peak]
+            memory = [
+                *(stats[f"peak_{part}_bytes"] for part in ("weight", "gradient", "optimizer")),
+                strategy.held.peak,
+            ]
             copied = stats["fetched_bytes"] / STEPS, stats["offloaded_gradient_bytes"] / STEPS
             found[f"{activations}, {precision}"] = memory, *copied, equal(ours.losses, ours.net, plain)
     return {

@@ -126,7 +126,8 @@ class HostSource(BlockSource):
         self.synchronize()  # `reabsorb` overwrites memory that uploads may read
         layer.leave_slot()  # views of the slot keep the old values, as views of the old memory do
         for index in displaced:
-            layer.parameters.give_place(index)
+            if not block.has_values_of_place(index):  # otherwise another run of the module has moved the weight
+                layer.parameters.give_place(index)
             layer.parameters.unversioned_writes[index] += 1
         block.reabsorb()
         if layer.owner is not layer:

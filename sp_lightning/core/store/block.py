@@ -116,6 +116,16 @@ class HostBlock:
         """Returns the memory of which a parameter is made a view, flat ``uint8``."""
         return bytes_of(self.memory.seen, self.planned.spans[index])
 
+    def has_values_of_place(self, index: int) -> bool:
+        """Returns True if a parameter with other memory has the bytes of its place in the block."""
+        span, target = self._own_spans[index], self.parameters[index]
+        with no_inference_mode(), torch.no_grad(), torch.DisableTorchFunctionSubclass():
+            if (target.dtype, target.shape, target.stride()) != (span.dtype, span.shape, span.stride):
+                return False
+            values = torch.empty(target.nbytes, dtype=torch.uint8, device="cpu")
+            view(values, span).copy_(target)
+            return torch.equal(values, self.weight_bytes(index))
+
     def write(self, index: int, value: Tensor) -> bool:
         """Copies the device's value of a weight to the host if its bytes differ. Autograd sees a write in place.
 

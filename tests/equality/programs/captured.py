@@ -129,13 +129,22 @@ INSIDE = tiers(
     "stays: net.1",
                                          "stays: net.1, simulated", "users, k=all"],
 )  # fmt: skip
+IN_CASTS = f"{MODIFIED}.*BFloat16"
+HELD = r"RuntimeError: Parameter 'net\.\d\.memory' was given a tensor .*param\.data\.clone\(\)"
+REFUSED_INSIDE = {
+    "foreach": {"keep, k=1, bf16-mixed": IN_CASTS},
+    "data of a weight that travels as its cast": {
+        "keep, k=1, bf16-mixed": IN_CASTS, "users, k=1, bf16-mixed, simulated": IN_CASTS,
+    },
+    "data= of a new tensor": dict.fromkeys(INSIDE, HELD),  # the block keeps `.data` of the weight
+}  # fmt: skip
+"""A graph needs the cast of the weight that is written; or other code holds the memory of a weight that is given a tensor."""
 for how in HOW_TO_WRITE:
     # Under a mode that sees operators torch counts no write of a foreach operator.
     variants = {each: tier for each, tier in INSIDE.items() if not (how == "foreach" and "simulated" in each)}
     # The host's memory was written, and the rest of the call went on with the device's: where the host computes, silently.
-    captured(f"written inside of a call, {how}", variants, validated=True, covers="the call sees it")(
-        partial(three, WritesInItsCall, how)
-    )
+    captured(f"written inside of a call, {how}", variants, validated=True, covers="the call sees it, or it is refused",
+             refused=REFUSED_INSIDE.get(how, {}), repairable=False)(partial(three, WritesInItsCall, how))  # fmt: skip
     if how in ("mul_", "data", "a row"):
         captured(f"written inside of a call in a prediction, {how}", tiers("users, k=1"), run="predict",
                  covers="a prediction sees it, too")(partial(three, WritesInItsCall, how))  # fmt: skip

@@ -31,6 +31,9 @@ MIXED = tiers(
     rest=["users, k=1, bf16-mixed, poisoned"],
     long=["users, k=1, bf16-mixed", "users, k=all, bf16-mixed", "users, k=1, bf16-mixed, simulated"]
 )  # fmt: skip
+IN_PLACE = (
+    "RuntimeError: one of the variables needed for gradient computation has been modified by an inplace operation"
+)
 
 
 def casts(name: str, variants: Any = MIXED, **more: Any) -> Any:
@@ -85,7 +88,9 @@ class ReadsInside(Block):
         return x + self.outer(torch.tanh(y)) + torch.einsum("oi,bi->bo", self.outer.weight, y)
 
 
-@casts("weights written between two calls inside", of=block_of)
+@casts(
+    "weights written between two calls inside", of=block_of, refused=dict.fromkeys(MIXED, IN_PLACE), repairable=False
+)
 class WritesInside(Block):
     """Writes them between two calls."""
 
@@ -139,7 +144,13 @@ class WritesAndLooksElsewhere(Block):
         return super().forward(x) * size
 
 
-@casts("a look at another layer", of=net_of, covers="it sends away the written weight")
+@casts(
+    "a look at another layer",
+    of=net_of,
+    refused=dict.fromkeys(MIXED, IN_PLACE),
+    repairable=False,
+    covers="it sends away the written weight",
+)
 class LooksElsewhere(Stack):
     def __init__(self) -> None:
         super().__init__(0)
@@ -191,7 +202,7 @@ class OtherAutocast(Block):
             return super().forward(x)
 
 
-@casts("autocast that caches", of=block_of)
+@casts("autocast that caches", of=block_of, refused=dict.fromkeys(MIXED, IN_PLACE), repairable=False)
 class CachingAutocast(Block):
     """The cache outlives a write, and sums the gradients of two uses in the lower precision."""
 
@@ -378,7 +389,7 @@ for net in (Twice, Convolutions, DecidingStack, Tied, Across, of_blocks(ReadsIns
 # ---------------------------------------------------------------------- in the middle of a step
 
 
-@casts("weights written before backward")
+@casts("weights written before backward", refused=dict.fromkeys(MIXED, IN_PLACE), repairable=False)
 class WritesBeforeBackward(Manual):
     """Autocast's copies do not follow a write between forward and backward, and neither raises an error."""
 
@@ -401,6 +412,8 @@ class WritesBeforeBackward(Manual):
 @casts(
     "writes by references between two calls",
     tiers(long=["users, k=all, bf16-mixed", "users, k=all, bf16-mixed, simulated"]),
+    refused=dict.fromkeys(["users, k=all, bf16-mixed", "users, k=all, bf16-mixed, simulated"], IN_PLACE),
+    repairable=False,
 )
 class WritesByReference(Seeing):
     """In place, between two calls, to the host's parameters, which it has kept."""
@@ -417,7 +430,7 @@ class WritesByReference(Seeing):
         return first + super().loss(batch)
 
 
-@casts("steps before a backward")
+@casts("steps before a backward", refused=dict.fromkeys(MIXED, IN_PLACE), repairable=False)
 class StepsBeforeBackward(Manual):
     """A second loss whose graph is older than the optimizer's step, and a third on a graph that is kept."""
 
@@ -646,7 +659,7 @@ class Adversaries(Manual):
         return torch.optim.SGD(self.net.parameters(), lr=0.1), torch.optim.Adam(self.other.parameters(), lr=0.01)
 
 
-@casts("forwards outside of any step")
+@casts("forwards outside of any step", refused=dict.fromkeys(MIXED, IN_PLACE), repairable=False)
 class OutsideAnyStep(Seeing):
     """Forwards and backwards in hooks, between writes that show no version."""
 
@@ -884,7 +897,13 @@ casts("a graph that dies while casts are made", UPDATED, inside=the_graph_dies, 
 )
 
 
-@casts("a graph that keeps its casts", UPDATED, of=lambda kind: lambda: kind(Stack()))
+@casts(
+    "a graph that keeps its casts",
+    UPDATED,
+    refused=dict.fromkeys(UPDATED, IN_PLACE),
+    repairable=False,
+    of=lambda kind: lambda: kind(Stack()),
+)
 class UsesOldGraphs(Module):
     """Adds the loss of the batch before, whose graph has the weights of the step before."""
 

@@ -174,10 +174,13 @@ for name, code in (READS | WRITES).items():
 swaps = partial(Backbone, on_train_start=lambda m: m.kept.extend([weight_of(m, 1), weight_of(m, 3)]))
 
 
-@touches("frozen: weights swapped between forward and backward", REST, at="after_forward", on=swaps)
+@touches(
+    "frozen: weights swapped between forward and backward", REST, at="after_forward", on=swaps, repairable=False,
+    refused=dict.fromkeys(REST, r"RuntimeError: .*has been modified by an inplace operation"),
+)  # fmt: skip
 @in_the_third_step
 def _(m: Any) -> None:
-    """The graph's values are those of forward: what the block had to hand out then was the new memory's."""
+    """Backward would need the values of forward, which are written over."""
     one, other = m.kept
     one.data, other.data = other.data.clone(), one.data.clone()
 

@@ -629,8 +629,10 @@ for what, outer in product(("held", "held.data", "weight", "other"), (Checkpoint
     said = "" if what == "other" else APART
     at(f"{what} is written after it was given, {outer.__name__}", said, USERS,
        options={"repairable": False}, block=lambda what=what, outer=outer: outer(GivesItsOwnValues(what)))  # fmt: skip
+# After backward the weights are on the host: there, memory of the device is another device's.
+PLACES = {"keep, k=1, simulated": "Mixed: Expected all tensors to be on the same device"}
 for what, keep_as, refused_as in (("memory", lambda data: data, HELD), ("a copy", torch.clone, "")):
-    at(f"binarized for a step, {what} given back", refused_as, MODES, options={"repairable": False},
+    at(f"binarized for a step, {what} given back", refused_as or PLACES, MODES, options={"repairable": False},
        start=partial(binarizes, keep_as), on_after_backward=gives_back)  # fmt: skip
     row(f"averages in a validation step, {what} given back", partial(Averaged, keep_as), refused_as, MODES,
         repairable=False, validated=True, **TWO_EPOCHS)  # fmt: skip
