@@ -133,14 +133,14 @@ class TwoInOneStep(AllParameters):
 
 @pytest.mark.long("takes a second or more")
 @pytest.mark.parametrize("overlap", ["off", "forward", "backward"])
-@pytest.mark.parametrize("activations", first(["keep", "recompute"], "keep", why="as without"))
+@pytest.mark.parametrize("activations", first(["keep", "recompute"], "keep", why="an error as with torch's checkpoint"))
 def test_two_adapters_in_one_step(activations: Any, overlap: Any) -> None:
     """With "backward" layers were updated after the second forward's part of backward, and then refused to the first one's."""
     make = fused(lambda: TwoInOneStep(adapted(None, "other")().net))
-    ours = fit(
-        make,
-        tokens(),
-        superpipeline(k=1, activations=activations, optimizer_overlap=overlap),
-        recorded="losses",
-    )
+    strategy = superpipeline(k=1, activations=activations, optimizer_overlap=overlap)
+    if activations == "recompute":  # the second run has the other adapter, as with torch's checkpoint
+        with pytest.raises(RuntimeError, match=r"The forward of 'net\.\S+' saved other tensors when it ran again"):
+            fit(make, tokens(), strategy, recorded="losses")
+        return
+    ours = fit(make, tokens(), strategy, recorded="losses")
     assert_same(ours, fit(make, tokens(), recorded="losses"))
